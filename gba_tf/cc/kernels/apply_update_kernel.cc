@@ -1,0 +1,224 @@
+// [5] A closed global step -> the optimizer's update function, on this parameter server alone.
+//
+// The update runs here rather than in the worker that closed the step because it must happen
+// exactly once: the worker may die at any moment, and the runtime then cancels what it had started.
+#include <memory>
+#include <utility>
+
+#include "absl/synchronization/mutex.h"
+#include "gba_tf/cc/core/gradient_buffer.h"
+#include "gba_tf/cc/kernels/decision.h"
+#include "gba_tf/cc/kernels/layout.h"
+#include "gba_tf/cc/kernels/resources.h"
+#include "tensorflow/core/framework/cancellation.h"
+#include "tensorflow/core/framework/function.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/platform/errors.h"
+
+namespace gba {
+namespace {
+
+using ::tensorflow::AsyncOpKernel;
+using ::tensorflow::CancellationManager;
+using ::tensorflow::DEVICE_CPU;
+using ::tensorflow::FunctionLibraryRuntime;
+using ::tensorflow::NameAttrList;
+using ::tensorflow::OpKernelConstruction;
+using ::tensorflow::OpKernelContext;
+using ::tensorflow::Tensor;
+using ::tensorflow::TensorShape;
+using ::tensorflow::tstring;
+using ::tensorflow::core::RefCountPtr;
+
+// Applies the steps of one decision, one after the other. Holds itself alive through its callbacks.
+class ApplyJob : public std::enable_shared_from_this<ApplyJob> {
+ public:
+  ApplyJob(OpKernelContext* context, FunctionLibraryRuntime* library,
+           FunctionLibraryRuntime::Handle update, RefCountPtr<GradientBufferResource> resource,
+           Decision decision, AsyncOpKernel::DoneCallback done)
+      : context_(context),
+        library_(library),
+        update_(update),
+        resource_(std::move(resource)),
+        decision_(std::move(decision)),
+        done_(std::move(done)) {}
+
+  // Called inside a job of the resource's queue.
+  void Start() {
+    // Earlier steps are applied everywhere: a commit hands out all steps that are not.
+    auto& states = resource_->shared_state();
+    states.erase(states.begin(), states.lower_bound(decision_.steps.front().step));
+    ApplyFrom(0);
+  }
+
+ private:
+  void ApplyFrom(size_t index) {
+    while (index < decision_.steps.size() &&
+           decision_.steps[index].step < resource_->applied_steps()) {
+      ++index;
+    }
+    if (index == decision_.steps.size()) return Finish(OutputSharedState());
+    std::vector<Tensor> arguments;
+    const absl::Status status = CollectArguments(index, &arguments);
+    if (!status.ok()) return Finish(status);
+
+    FunctionLibraryRuntime::Options options;
+    // Deliberately not the step's own cancellation manager: an update that was started is finished.
+    options.cancellation_manager = &cancellation_;
+    options.create_rendezvous = true;
+    options.runner = context_->runner();
+    options.step_container = context_->step_container();
+    auto results = std::make_shared<std::vector<Tensor>>();
+    library_->Run(options, update_, arguments, results.get(),
+                  [self = shared_from_this(), index, results](const absl::Status& run_status) {
+                    if (!run_status.ok()) return self->Finish(run_status);
+                    const ClosedStep& step = self->decision_.steps[index];
+                    std::vector<tstring>& state = self->resource_->shared_state()[step.step];
+                    state.clear();
+                    for (const Tensor& result : *results)
+                      state.push_back(result.scalar<tstring>()());
+                    self->resource_->set_applied_steps(step.step + 1);
+                    self->resource_->buffer().Release(
+                        step, self->decision_.oldest_live_id,
+                        {self->decision_.steps.begin() + index + 1, self->decision_.steps.end()});
+                    self->ApplyFrom(index + 1);
+                  });
+  }
+
+  // The gradients of a step, the shared state before it, and what the update function captures.
+  absl::Status CollectArguments(size_t index, std::vector<Tensor>* arguments) {
+    const ClosedStep& step = decision_.steps[index];
+    if (step.step != resource_->applied_steps()) {
+      return tensorflow::errors::FailedPrecondition(
+          "Expected global step ", resource_->applied_steps(), " to be applied next on ",
+          context_->device()->name(), ", found step ", step.step,
+          ". The token server and this gradient buffer are not of the same checkpoint.");
+    }
+    PreparedUpdate update;
+    TF_RETURN_IF_ERROR(ToAbsl(resource_->buffer().Prepare(step, &update)));
+    const std::vector<VariableLayout>& layout = resource_->layout();
+    for (size_t i = 0; i < layout.size(); ++i) {
+      Tensor values;
+      if (!layout[i].sparse) {
+        TF_RETURN_IF_ERROR(context_->allocate_temp(ToDataType(layout[i].value_type),
+                                                   TensorShape({layout[i].num_elements}), &values));
+        update.WriteDense(i, values.data());
+        arguments->push_back(std::move(values));
+        continue;
+      }
+      const int64_t rows = update.num_rows(i);
+      Tensor ids;
+      TF_RETURN_IF_ERROR(
+          context_->allocate_temp(ToDataType(layout[i].id_type), TensorShape({rows}), &ids));
+      TF_RETURN_IF_ERROR(context_->allocate_temp(
+          ToDataType(layout[i].value_type), TensorShape({rows, layout[i].row_width}), &values));
+      update.WriteSparse(i, ids.data(), values.data());
+      arguments->push_back(std::move(ids));
+      arguments->push_back(std::move(values));
+    }
+    const Tensor& shared = context_->input(2);
+    const int64_t num_shared = shared.dim_size(1);
+    if (num_shared > 0 && shared.dim_size(0) != static_cast<int64_t>(decision_.steps.size())) {
+      return tensorflow::errors::InvalidArgument("Expected shared_state of ",
+                                                 decision_.steps.size(), " steps, found shape ",
+                                                 shared.shape().DebugString());
+    }
+    for (int64_t j = 0; j < num_shared; ++j) {
+      Tensor state(tensorflow::DT_STRING, TensorShape({}));
+      state.scalar<tstring>()() = shared.matrix<tstring>()(index, j);
+      arguments->push_back(std::move(state));
+    }
+    for (int i = 3; i < context_->num_inputs(); ++i) arguments->push_back(context_->input(i));
+    return absl::OkStatus();
+  }
+
+  absl::Status OutputSharedState() {
+    const auto& states = resource_->shared_state();
+    size_t width = 0;
+    for (const auto& [step, state] : states) width = std::max(width, state.size());
+    Tensor* output = nullptr;
+    TF_RETURN_IF_ERROR(context_->allocate_output(
+        0, TensorShape({static_cast<int64_t>(decision_.steps.size()), static_cast<int64_t>(width)}),
+        &output));
+    auto rows = output->matrix<tstring>();
+    for (size_t i = 0; i < decision_.steps.size(); ++i) {
+      // A state that is gone belongs to a step that every task has applied.
+      const auto found = states.find(decision_.steps[i].step);
+      if (found == states.end()) continue;
+      for (size_t j = 0; j < found->second.size(); ++j) rows(i, j) = found->second[j];
+    }
+    return absl::OkStatus();
+  }
+
+  void Finish(const absl::Status& status) {
+    if (!status.ok()) context_->SetStatus(status);
+    // The step's runner does not outlive done_, so the next job gets its thread first.
+    const auto runner = *context_->runner();
+    const RefCountPtr<GradientBufferResource> resource = std::move(resource_);
+    const AsyncOpKernel::DoneCallback done = std::move(done_);
+    resource->updates().Done(runner);
+    done();
+  }
+
+  OpKernelContext* const context_;
+  FunctionLibraryRuntime* const library_;
+  const FunctionLibraryRuntime::Handle update_;
+  RefCountPtr<GradientBufferResource> resource_;
+  const Decision decision_;
+  AsyncOpKernel::DoneCallback done_;
+  CancellationManager cancellation_;
+};
+
+class ApplyUpdateOp : public AsyncOpKernel {
+ public:
+  explicit ApplyUpdateOp(OpKernelConstruction* c) : AsyncOpKernel(c) {
+    OP_REQUIRES_OK(c, c->GetAttr("update", &update_));
+  }
+
+  void ComputeAsync(OpKernelContext* c, DoneCallback done) override {
+    Decision decision;
+    OP_REQUIRES_OK_ASYNC(c, DecodeDecision(c->input(1), &decision), done);
+    OP_REQUIRES_ASYNC(
+        c, c->input(2).dims() == 2,
+        tensorflow::errors::InvalidArgument("Expected shared_state to be a matrix, found shape ",
+                                            c->input(2).shape().DebugString()),
+        done);
+    if (decision.steps.empty()) {
+      Tensor* output = nullptr;
+      OP_REQUIRES_OK_ASYNC(c, c->allocate_output(0, TensorShape({0, 0}), &output), done);
+      return done();
+    }
+    RefCountPtr<GradientBufferResource> resource;
+    OP_REQUIRES_OK_ASYNC(c, LookupGbaResource(c, 0, &resource), done);
+    FunctionLibraryRuntime* library = c->function_library();
+    OP_REQUIRES_ASYNC(c, library != nullptr,
+                      tensorflow::errors::Internal("No function library on this device."), done);
+    FunctionLibraryRuntime::Handle handle;
+    OP_REQUIRES_OK_ASYNC(c, Instantiate(library, &handle), done);
+
+    GradientBufferResource* buffer = resource.get();
+    auto job = std::make_shared<ApplyJob>(c, library, handle, std::move(resource),
+                                          std::move(decision), std::move(done));
+    buffer->updates().Enqueue([job] { job->Start(); });
+  }
+
+ private:
+  absl::Status Instantiate(FunctionLibraryRuntime* library,
+                           FunctionLibraryRuntime::Handle* handle) {
+    absl::MutexLock lock(&mu_);
+    if (handle_ == tensorflow::kInvalidHandle) {
+      TF_RETURN_IF_ERROR(
+          library->Instantiate(update_.name(), tensorflow::AttrSlice(&update_.attr()), &handle_));
+    }
+    *handle = handle_;
+    return absl::OkStatus();
+  }
+
+  NameAttrList update_;
+  absl::Mutex mu_;
+  FunctionLibraryRuntime::Handle handle_ ABSL_GUARDED_BY(mu_) = tensorflow::kInvalidHandle;
+};
+REGISTER_KERNEL_BUILDER(Name("GbaApplyUpdate").Device(DEVICE_CPU), ApplyUpdateOp);
+
+}  // namespace
+}  // namespace gba

@@ -1,0 +1,106 @@
+// The core's objects as TensorFlow resources of a parameter server task.
+#ifndef GBA_TF_CC_KERNELS_RESOURCES_H_
+#define GBA_TF_CC_KERNELS_RESOURCES_H_
+
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/synchronization/mutex.h"
+#include "gba_tf/cc/core/gradient_buffer.h"
+#include "gba_tf/cc/core/token_server.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/resource_mgr.h"
+#include "tensorflow/core/platform/tstring.h"
+
+namespace gba {
+
+absl::Status ToAbsl(const Status& status);
+
+// Serialises jobs without holding a thread: a job runs at once if the queue is idle, else when the
+// jobs before it have called Done.
+class JobQueue {
+ public:
+  using Job = std::function<void()>;
+
+  // Never waits: runs `job` in this thread or keeps it for the thread that calls Done.
+  void Enqueue(Job job);
+  // Ends the running job and starts the next one, if any, through `runner`.
+  void Done(const std::function<void(Job)>& runner);
+
+ private:
+  absl::Mutex mu_;
+  bool busy_ ABSL_GUARDED_BY(mu_) = false;
+  std::deque<Job> waiting_ ABSL_GUARDED_BY(mu_);
+};
+
+class TokenServerResource : public tensorflow::ResourceBase {
+ public:
+  TokenServerResource(int64_t gradients_per_update, int64_t staleness_tolerance);
+
+  std::string DebugString() const override;
+  TokenServer& server() { return server_; }
+  int64_t gradients_per_update() const { return gradients_per_update_; }
+  int64_t staleness_tolerance() const { return staleness_tolerance_; }
+
+ private:
+  const int64_t gradients_per_update_;
+  const int64_t staleness_tolerance_;
+  TokenServer server_;
+};
+
+class GradientBufferResource : public tensorflow::ResourceBase {
+ public:
+  GradientBufferResource(std::vector<VariableLayout> layout, SparseDivisor sparse_divisor);
+
+  std::string DebugString() const override;
+  GradientBuffer& buffer() { return buffer_; }
+  const std::vector<VariableLayout>& layout() const { return layout_; }
+  SparseDivisor sparse_divisor() const { return sparse_divisor_; }
+
+  // Every use of the two members below happens inside a job of this queue.
+  JobQueue& updates() { return updates_; }
+  // Global steps that have been applied to the variables of this task.
+  int64_t applied_steps() const { return applied_steps_.load(); }
+  void set_applied_steps(int64_t steps) { applied_steps_.store(steps); }
+  // The shared state before each step that some other task may still have to apply.
+  std::map<GlobalStep, std::vector<tensorflow::tstring>>& shared_state() { return shared_state_; }
+
+ private:
+  const std::vector<VariableLayout> layout_;
+  const SparseDivisor sparse_divisor_;
+  GradientBuffer buffer_;
+  JobQueue updates_;
+  std::atomic<int64_t> applied_steps_{0};
+  std::map<GlobalStep, std::vector<tensorflow::tstring>> shared_state_;
+};
+
+// The resource container of a run. Releases what this process still holds of other runs.
+std::string EnterRun(tensorflow::ResourceMgr* resources, const std::string& run_id);
+
+// Looks up the resource of input `index`. A missing one means that the parameter server was
+// restarted, and the error says so.
+template <typename Resource>
+absl::Status LookupGbaResource(tensorflow::OpKernelContext* context, int index,
+                               tensorflow::core::RefCountPtr<Resource>* resource) {
+  const absl::Status status =
+      LookupResource(context, tensorflow::HandleFromInput(context, index), resource);
+  if (status.ok()) return status;
+  return absl::Status(
+      status.code(),
+      absl::StrCat("Expected the token server or gradient buffer of this run on ",
+                   context->device()->name(),
+                   ", found none. The parameter server was restarted: its variables are lost as "
+                   "well; restart training from a checkpoint. (",
+                   status.message(), ")"));
+}
+
+}  // namespace gba
+
+#endif  // GBA_TF_CC_KERNELS_RESOURCES_H_

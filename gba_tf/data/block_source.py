@@ -1,0 +1,132 @@
+"""Shares the blocks of in-memory examples among workers: whoever is free takes the next one.
+
+Handing out blocks one by one, instead of a fixed share to each worker, keeps an epoch exact when
+workers differ in speed: every example is trained on once per epoch, and no worker on all of them.
+The position is one counter on the chief's side of the world (parameter server task 0), so it is
+also what a checkpoint needs to go on in the middle of an epoch.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from gba_tf.data.blocks import Blocks
+from gba_tf.data.dataset import Examples
+
+Batch = tuple[dict[str, tf.Tensor], tf.Tensor]
+
+
+class BlockReader:
+    """Reads blocks of examples as tensors, from copies on the device that reads.
+
+    Args:
+      examples: What to read.
+      blocks: Their order and how they are cut.
+    """
+
+    def __init__(self, examples: Examples, blocks: Blocks):
+        if blocks.num_examples != len(examples):
+            raise ValueError(
+                f"blocks: expected {len(examples)} examples, found blocks of {blocks.num_examples}."
+            )
+        self._examples = examples
+        self.blocks = blocks
+
+    def read(self, position: tf.Tensor) -> Batch:
+        """The batch at `position`, counted in blocks from the start of training.
+
+        Args:
+          position: int64 scalar; epoch = position // num_blocks.
+
+        Returns:
+          (name -> values [batch, ...], labels float32 [batch]).
+        """
+        indices = self.blocks.indices_at(position)
+        columns = {
+            name: tf.gather(tf.constant(column), indices)
+            for name, column in self._examples.columns.items()
+        }
+        return columns, tf.gather(tf.constant(self._examples.labels), indices)
+
+    def dataset(self, first_position: int = 0) -> tf.data.Dataset:
+        """The endless stream of batches, for training in one process."""
+        positions = tf.data.Dataset.counter(first_position, dtype=tf.int64)
+        return positions.map(self.read, num_parallel_calls=1).prefetch(2)
+
+
+class BlockSource(tf.distribute.DistributedDataset):
+    """The training data of a run with a ClusterCoordinator: pass it to Model.fit as `x`.
+
+    Give `steps_per_epoch=reader.blocks.num_blocks` for epochs that cover the data once.
+
+    Args:
+      reader: What to read; the data travel to each worker once, with the training function.
+      strategy: A ParameterServerStrategy, also a GBAStrategy.
+      first_position: Where to start, counted in blocks from the start of training.
+    """
+
+    def __init__(
+        self,
+        reader: BlockReader,
+        strategy: tf.distribute.experimental.ParameterServerStrategy,
+        first_position: int = 0,
+    ):
+        self._reader = reader
+        with strategy.scope(), tf.device("/job:ps/replica:0/task:0/device:CPU:0"):
+            self._position = tf.Variable(
+                first_position, dtype=tf.int64, trainable=False, name="position"
+            )
+        _pass_block_sources_through(
+            tf.distribute.experimental.coordinator.ClusterCoordinator(strategy)
+        )
+
+    @property
+    def position(self) -> int:
+        """Blocks handed out so far, counted from the start of training."""
+        return int(self._position)
+
+    @property
+    def element_spec(self):
+        columns = {
+            name: tf.TensorSpec([None, *column.shape[1:]], column.dtype)
+            for name, column in self._reader._examples.columns.items()
+        }
+        return columns, tf.TensorSpec([None], tf.float32)
+
+    def __iter__(self) -> _BlockIterator:
+        return _BlockIterator(self._reader, self._position)
+
+
+class _BlockIterator:
+    """What a worker's step calls next() on, in its graph.
+
+    Not the source itself: Keras takes an object with both __iter__ and __next__ for a generator.
+    """
+
+    def __init__(self, reader: BlockReader, position: tf.Variable):
+        self._reader = reader
+        self._position = position
+
+    def __iter__(self) -> _BlockIterator:
+        return self
+
+    def __next__(self) -> Batch:
+        # Takes and advances in one op: two workers never get the same block.
+        with tf.device(self._position.device):
+            position = tf.raw_ops.ResourceCountUpTo(
+                resource=self._position.handle, limit=tf.int64.max, T=tf.int64
+            )
+        with tf.device("/device:CPU:0"):
+            return self._reader.read(position)
+
+
+def _pass_block_sources_through(coordinator) -> None:
+    """Model.fit makes a dataset per worker of what it is given; a block source serves them all."""
+    create_per_worker_dataset = type(coordinator).create_per_worker_dataset
+
+    def create(dataset):
+        if isinstance(dataset, BlockSource):
+            return dataset
+        return create_per_worker_dataset(coordinator, dataset)
+
+    coordinator.create_per_worker_dataset = create

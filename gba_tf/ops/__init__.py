@@ -1,0 +1,1 @@
+"""[3] Python handles of the ops on parameter server tasks."""

@@ -1,0 +1,134 @@
+"""Makes tf-keras optimizers record their gradients while a GBA step is traced.
+
+Synchronous training clips, decays and transforms the aggregated gradient, so the whole of
+apply_gradients has to run after aggregation: a hook at merge_call, which optimizers reach after
+clipping, would be too late. The hooks are installed once per process and do nothing outside a
+worker's step of a GBAStrategy.
+"""
+
+import functools
+
+import tensorflow as tf
+
+from gba_tf.step_record import OptimizerCall
+
+_HOOKED = "_gba_tf_hooked"
+
+
+@functools.cache
+def install() -> None:
+    """Hooks the classes of tf-keras that define apply_gradients."""
+    from tf_keras.src.mixed_precision import loss_scale_optimizer
+    from tf_keras.src.optimizers import optimizer
+    from tf_keras.src.optimizers.legacy import optimizer_v2
+
+    for optimizer_class in (
+        optimizer.Optimizer,
+        optimizer_v2.OptimizerV2,
+        loss_scale_optimizer.LossScaleOptimizer,
+        loss_scale_optimizer.LossScaleOptimizerV3,
+    ):
+        optimizer_class.apply_gradients = _recording(optimizer_class.apply_gradients)
+    loss_scale_optimizer.strategy_supports_loss_scaling = _supporting_gba(
+        loss_scale_optimizer.strategy_supports_loss_scaling
+    )
+
+
+def _recording(apply_gradients):
+    @functools.wraps(apply_gradients)
+    def record_or_apply(self, grads_and_vars, *args, **kwargs):
+        context = gba_context()
+        if context is None:
+            return apply_gradients(self, grads_and_vars, *args, **kwargs)
+        return _record(context, self, list(grads_and_vars), *args, **kwargs)
+
+    setattr(record_or_apply, _HOOKED, True)
+    return record_or_apply
+
+
+def _supporting_gba(strategy_supports_loss_scaling):
+    # tf-keras refuses parameter servers because their workers would unscale a gradient that another
+    # worker scaled. Here every gradient is unscaled by the worker that scaled it, before the push.
+    @functools.wraps(strategy_supports_loss_scaling)
+    def supports():
+        from gba_tf.strategy import GBAStrategy
+
+        return isinstance(tf.distribute.get_strategy(), GBAStrategy) or (
+            strategy_supports_loss_scaling()
+        )
+
+    return supports
+
+
+def gba_context():
+    from gba_tf.training import GBAReplicaContext
+
+    if not tf.distribute.has_strategy() or tf.distribute.in_cross_replica_context():
+        return None
+    context = tf.distribute.get_replica_context()
+    return context if isinstance(context, GBAReplicaContext) else None
+
+
+def _record(context, optimizer, grads_and_vars, *args, **kwargs):
+    name = type(optimizer).__name__
+    if not getattr(type(optimizer).apply_gradients, _HOOKED, False):
+        raise NotImplementedError(
+            f"{name} overrides apply_gradients(): GBA cannot tell what it does to a gradient before"
+            " and what after aggregation. Expected an optimizer of tf.keras.optimizers or"
+            " tf.keras.optimizers.legacy, or a subclass that overrides update_step() only."
+        )
+    if context.record is None:
+        raise RuntimeError(
+            f"{name}.apply_gradients() was called eagerly under GBAStrategy: expected it inside a"
+            " tf.function that ClusterCoordinator.schedule() sends to a worker."
+        )
+    if args:
+        kwargs["name"] = args[0]
+    if kwargs.get("skip_gradients_aggregation") or not kwargs.get(
+        "experimental_aggregate_gradients", True
+    ):
+        raise NotImplementedError(
+            f"{name}.apply_gradients() was told to skip aggregation: under GBA every gradient is"
+            " aggregated on the parameter servers. Leave the argument out."
+        )
+    gradients = [(g, v) for g, v in grads_and_vars if g is not None]
+    if not gradients:
+        raise ValueError(
+            f"{name}.apply_gradients(): expected at least one gradient, found None for all of"
+            f" {[variable.name for _, variable in grads_and_vars]}. Is the loss computed from these"
+            " variables, inside the tape?"
+        )
+    # As apply_gradients does: only the legacy optimizers create no slots without a gradient.
+    build(optimizer, [v for g, v in grads_and_vars if g is not None or hasattr(optimizer, "build")])
+    context.record.add_call(
+        OptimizerCall(
+            optimizer=optimizer,
+            variables=[variable for _, variable in gradients],
+            gradients=[gradient for gradient, _ in gradients],
+            options=kwargs,
+        )
+    )
+    return optimizer.iterations
+
+
+def build(optimizer, variables) -> None:
+    """Creates the slot variables on the parameter servers of their variables."""
+    with tf.init_scope():
+        if hasattr(optimizer, "build"):
+            optimizer.build(variables)
+        else:
+            _ = optimizer.iterations
+            optimizer._create_all_weights(variables)
+
+
+def all_variables(optimizer) -> list[tf.Variable]:
+    """Every variable of an optimizer, also the wrapper's own, such as a loss scale."""
+    variables = optimizer.variables
+    variables = list(variables() if callable(variables) else variables)
+    for name in ("_iterations", "_learning_rate", "_current_learning_rate"):
+        value = getattr(getattr(optimizer, "inner_optimizer", optimizer), name, None)
+        if isinstance(value, tf.Variable):
+            variables.append(value)
+    hyper = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_hyper", None) or {}
+    variables += [value for value in hyper.values() if isinstance(value, tf.Variable)]
+    return variables

@@ -1,0 +1,243 @@
+"""[1] GBAStrategy: places variables, and creates the token server and the gradient buffers."""
+
+import contextlib
+import functools
+import itertools
+import threading
+import uuid
+
+import tensorflow as tf
+from absl import logging
+from tensorflow.python.distribute import distribute_lib, parameter_server_strategy_v2
+from tensorflow.python.distribute.coordinator import cluster_coordinator
+from tensorflow.python.framework import ops
+
+from gba_tf import legacy_keras, optimizer_hooks, training
+from gba_tf.apply import UpdateGroup
+from gba_tf.config import DEFAULT_STALENESS_TOLERANCE, GBAConfig, SparseDivisor
+from gba_tf.ops import library
+from gba_tf.ops.token_server import TokenStats
+from gba_tf.placement import BalancedPlacement
+from gba_tf.state_variable import StateVariable, is_moved_by_forward_pass
+
+# One process is one run: parameter servers release what they hold of earlier runs.
+_RUN_ID = uuid.uuid4().hex
+_NO_TOKENS = TokenStats(0, 0, 0, 0, 0, 0, 0, {})
+
+
+class GBAStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
+    """Trains over parameter servers with the updates of synchronous training.
+
+    Workers never wait for each other. G / B gradients of B examples each, from whichever workers
+    are fast, make up one update, `sum(w * g) / (G / B)`; a gradient that is later than the
+    staleness tolerance has weight w = 0. With nobody late, parameters and optimizer slots equal
+    those of training in one process with batches of G. Source: arXiv 2205.11048, section 4.
+
+    Use it like tf.distribute.ParameterServerStrategy, on the chief, with Model.fit or
+    tf.distribute.coordinator.ClusterCoordinator; nothing else changes:
+
+        strategy = gba_tf.GBAStrategy(global_batch_size=2048, local_batch_size=512)
+        with strategy.scope():
+            model = ...
+            model.compile(optimizer="adam", loss=...)
+        model.fit(dataset_of_local_batches, steps_per_epoch=..., epochs=...)
+
+    Args:
+      cluster_resolver: Of the chief. None takes it from TF_CONFIG, and in the tasks that are not
+        the chief, serves and does not return.
+      global_batch_size: G, examples per update.
+      local_batch_size: B, examples per gradient: the batch size of the dataset. A divisor of G.
+      staleness_tolerance: iota, in global steps. Default 4.
+      variable_partitioner: As in tf.distribute.ParameterServerStrategy; shards large tables.
+      sparse_divisor: See GBAConfig.
+
+    Raises:
+      ValueError: Sizes that do not fit (GBAConfig), or a cluster without chief, worker or ps.
+      NotImplementedError: A worker has more than one GPU.
+      ImportError: The op library is missing, or tf.keras is Keras 3.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
+        *,
+        global_batch_size: int,
+        local_batch_size: int,
+        staleness_tolerance: int = DEFAULT_STALENESS_TOLERANCE,
+        variable_partitioner: tf.distribute.experimental.partitioners.Partitioner | None = None,
+        sparse_divisor: SparseDivisor = "gradients_per_update",
+    ):
+        self.config = GBAConfig(
+            global_batch_size, local_batch_size, staleness_tolerance, sparse_divisor
+        )
+        legacy_keras.require()
+        library.load()
+        optimizer_hooks.install()
+        if cluster_resolver is None:
+            from gba_tf import cluster
+
+            cluster_config = cluster.ClusterConfig.from_env()
+            if cluster_config is None:
+                raise ValueError(
+                    "GBAStrategy: expected a cluster_resolver, or TF_CONFIG in the environment;"
+                    " found neither. Start the program with scripts/launch_local.py, or set"
+                    " TF_CONFIG in every task of the cluster."
+                )
+            cluster.serve_if_not_chief(cluster_config)
+            cluster_resolver = cluster.cluster_resolver(cluster_config)
+
+        # What ParameterServerStrategyV2.__init__ does, with an extended of our own.
+        self._cluster_resolver = cluster_resolver
+        self._verify_args_and_config(cluster_resolver)
+        self._cluster_coordinator = None
+        self._connect_to_cluster(coordinator_name="chief")
+        extended = GBAExtended(self, cluster_resolver, variable_partitioner)
+        distribute_lib.Strategy.__init__(self, extended)
+        self._should_use_with_coordinator = True
+        self._canonicalize_devices = False
+        self._is_parameter_server_strategy_v2 = True
+
+        self._groups: dict[tuple, UpdateGroup] = {}
+        # Not the number of groups: one that was refused may have left its name on the servers.
+        self._group_numbers = itertools.count()
+        self._groups_lock = threading.RLock()
+        self._name = uuid.uuid4().hex
+        coordinator = cluster_coordinator.ClusterCoordinator(self)
+        _report_dead_workers(coordinator, self._give_up)
+
+    def update_group(self, record) -> UpdateGroup:
+        """The group of a traced step, created at its first trace."""
+        key = UpdateGroup.key(record)
+        with self._groups_lock:
+            if key not in self._groups:
+                name = f"{self._name}/{next(self._group_numbers)}"
+                num_ps = self.extended._num_ps
+                with tf.init_scope():
+                    self._groups[key] = UpdateGroup(self.config, _RUN_ID, name, record, num_ps)
+            return self._groups[key]
+
+    def trained_variables(self, record) -> dict[int, tf.Variable]:
+        """id of the handle -> variable, for what only an update may change."""
+        return self.extended.guarded_variables
+
+    def stats(self, optimizer=None) -> TokenStats:
+        """What became of the tokens, the staleness histogram, and the global step k.
+
+        Args:
+          optimizer: Whose updates; needed only where several models or optimizers are trained by
+            steps of their own. Default: the one whose training started last.
+
+        Returns:
+          TokenStats. All zero before the first step.
+
+        Raises:
+          ValueError: No training step uses this optimizer.
+        """
+        with self._groups_lock:
+            groups = list(self._groups.values())
+        if optimizer is not None:
+            groups = [g for g in groups if any(o is optimizer for o in g.optimizers)]
+            if not groups:
+                raise ValueError(
+                    f"stats: expected an optimizer that was trained under this strategy, found"
+                    f" {optimizer!r}."
+                )
+        return groups[-1].stats() if groups else _NO_TOKENS
+
+    def flush(self) -> None:
+        """Ends training: applies what is left in the buffers, divided by its own number.
+
+        Fewer than G / B gradients can be left when training ends. They are kept, and the next fit()
+        goes on with them, until this is called; the update it makes counts as a global step. Call
+        it when no step is scheduled, e.g. after fit().
+        """
+        with self._groups_lock:
+            for group in self._groups.values():
+                tf.function(group.flush, autograph=False)()
+
+    def variable_bytes_per_ps(self) -> tuple[int, ...]:
+        """Bytes of model variables on each parameter server task."""
+        return self.extended.placement.bytes_per_task
+
+    def _give_up(self, worker_task: int) -> None:
+        with self._groups_lock:
+            groups = list(self._groups.values())
+        for group in groups:
+            group.give_up(worker_task)
+
+
+class GBAExtended(parameter_server_strategy_v2.ParameterServerStrategyV2Extended):
+    """Where TensorFlow asks the strategy: how to create a variable, how to run a step."""
+
+    def __init__(self, strategy: GBAStrategy, cluster_resolver, variable_partitioner):
+        super().__init__(strategy, cluster_resolver, variable_partitioner)
+        if self._num_gpus_per_worker > 1:
+            raise NotImplementedError(
+                f"GBAStrategy: expected at most one GPU per worker, found"
+                f" {self._num_gpus_per_worker}. Start one worker per GPU, each with its own"
+                " CUDA_VISIBLE_DEVICES."
+            )
+        self.placement = BalancedPlacement(self._num_ps)
+        # Only an update may change these: trainable variables, and state moved by the forward pass.
+        self.guarded_variables: dict[int, tf.Variable] = {}
+
+    def _create_var_creator(self, next_creator, **kwargs):
+        creator = super()._create_var_creator(next_creator, **kwargs)
+        trainable = kwargs.get("trainable")
+        trainable = True if trainable is None else trainable
+        moved = is_moved_by_forward_pass(kwargs.get("dtype"), trainable, kwargs.get("aggregation"))
+
+        def create(**kwargs):
+            variable = creator(**kwargs)
+            if moved:
+                variable = StateVariable(
+                    self._container_strategy(), variable, tf.VariableAggregation.MEAN
+                )
+            # Integers count things (Keras' train counter); they are not trained.
+            if (moved or trainable) and variable.dtype.is_floating:
+                self.guarded_variables[id(variable.handle)] = variable
+            return variable
+
+        return create
+
+    def _create_variable_round_robin(self, next_creator, **kwargs):
+        # Not round robin: balanced by bytes.
+        shape, dtype = kwargs.get("shape"), kwargs.get("dtype")
+        initial_value = kwargs.get("initial_value")
+        if shape is None and initial_value is not None and not callable(initial_value):
+            initial_value = tf.convert_to_tensor(initial_value, dtype)
+            shape, dtype = initial_value.shape, initial_value.dtype
+        task = self.placement.place(shape, dtype)
+        with ops.colocate_with(None, ignore_existing=True):
+            with ops.device(f"/job:ps/replica:0/task:{task}/device:CPU:0"):
+                return next_creator(**kwargs)
+
+    def _call_for_each_replica(self, fn, args, kwargs):
+        self._assert_being_scheduled_by_cluster_coordinator()
+        return training.run_step(self._container_strategy(), fn, args, kwargs)
+
+
+def _report_dead_workers(coordinator, give_up) -> None:
+    """Calls give_up(task index) as soon as the coordinator finds a worker dead."""
+    handler = coordinator._cluster.failure_handler
+    wait_on_failure = handler.wait_on_failure
+
+    @contextlib.contextmanager
+    @functools.wraps(wait_on_failure)
+    def wait_and_report(on_failure_fn=None, worker_device_name="(unknown)", **kwargs):
+        def on_failure(error):
+            task = tf.DeviceSpec.from_string(worker_device_name).task
+            logging.warning("Worker %s died; its token is given up.", worker_device_name)
+            try:
+                give_up(task)
+            except tf.errors.OpError as give_up_error:
+                logging.error("Could not give up the token of worker %d: %s", task, give_up_error)
+            if on_failure_fn is not None:
+                on_failure_fn(error)
+
+        with wait_on_failure(
+            on_failure_fn=on_failure, worker_device_name=worker_device_name, **kwargs
+        ):
+            yield
+
+    handler.wait_on_failure = wait_and_report

@@ -1,0 +1,160 @@
+"""Clusters of real processes; the pytest process is the chief that trains on them."""
+
+import contextlib
+import os
+import pathlib
+import socket
+import sys
+import threading
+import time
+
+import pytest
+
+import gba_tf
+from gba_tf import task_output
+from gba_tf.local_cluster import LocalCluster
+
+SERVE_TASK = pathlib.Path(__file__).with_name("serve_task.py")
+START_SECONDS = 120
+
+
+class TestCluster:
+    """Worker and parameter server processes on loopback.
+
+    Several strategies can be made on it, one after the other, each on its first workers and
+    parameter servers: making one ends the use of the one before.
+    """
+
+    __test__ = False
+
+    def __init__(self, processes: LocalCluster, num_workers: int, num_ps: int):
+        self.processes = processes
+        self._num_workers = num_workers
+        self._num_ps = num_ps
+        self._chief_ports: list[socket.socket] = []
+
+    def strategy(
+        self,
+        num_workers: int | None = None,
+        num_ps: int | None = None,
+        *,
+        global_batch_size: int,
+        local_batch_size: int,
+        **kwargs,
+    ):
+        """A GBAStrategy on the first workers and parameter servers; all of them by default."""
+        import tensorflow as tf
+
+        addresses = self.processes.addresses
+        num_workers, num_ps = num_workers or self._num_workers, num_ps or self._num_ps
+        spec = {
+            # TensorFlow opens a new server whenever the tasks change, and never closes the old one.
+            "chief": [self._new_chief_address()],
+            "worker": [addresses[f"worker-{index}"] for index in range(num_workers)],
+            "ps": [addresses[f"ps-{index}"] for index in range(num_ps)],
+        }
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec(spec), task_type="chief", task_id=0, rpc_layer="grpc"
+        )
+        _stop_coordinators()
+        strategy = gba_tf.GBAStrategy(
+            resolver,
+            global_batch_size=global_batch_size,
+            local_batch_size=local_batch_size,
+            **kwargs,
+        )
+        _COORDINATORS.append(tf.distribute.coordinator.ClusterCoordinator(strategy))
+        return strategy
+
+    def wait_until_serving(self, task: str, times: int = 1) -> None:
+        """Returns when the task has come up, for the given number of times in all."""
+        deadline = time.monotonic() + START_SECONDS
+        log = self.processes.log_path(task)
+        while log.read_text(errors="replace").count("serving\n") < times:
+            if self.processes.processes[task].poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{task} does not serve:\n{log.read_text(errors='replace')}")
+            time.sleep(0.05)
+
+    def _new_chief_address(self) -> str:
+        # Kept bound, so that nobody else gets the port; gRPC may listen on it all the same.
+        reserved = socket.socket()
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        self._chief_ports.append(reserved)
+        return f"127.0.0.1:{reserved.getsockname()[1]}"
+
+    def close(self) -> None:
+        self.processes.close()
+        for reserved in self._chief_ports:
+            reserved.close()
+
+
+_LIVING: list[TestCluster] = []
+_COORDINATORS: list = []
+
+
+def _stop_coordinators() -> None:
+    """Ends the threads of earlier strategies: none of them may use what a new one reconnects."""
+    for coordinator in _COORDINATORS:
+        coordinator._cluster.stop()
+        failures = coordinator._cluster.failure_handler
+        with failures._cluster_update_lock:
+            failures._worker_up_cond.notify_all()  # They wait for a dead worker, for an hour.
+    for thread in threading.enumerate():
+        if thread.name.startswith(("WorkerClosureProcessingLoop", "WorkerPreemptionHandler")):
+            thread.join(START_SECONDS)
+            assert not thread.is_alive(), thread.name
+    _COORDINATORS.clear()
+
+
+@contextlib.contextmanager
+def _running_cluster(log_dir, num_workers, num_ps, op_libraries=(), env=None):
+    command = [sys.executable, str(SERVE_TASK), *map(str, op_libraries)]
+    # The servers load the gba_tf that the chief has loaded, installed or not.
+    python_path = [str(pathlib.Path(gba_tf.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, python_path)), **(env or {})}
+    processes = LocalCluster(command, num_workers, num_ps, log_dir=log_dir, env=env)
+    cluster = TestCluster(processes, num_workers, num_ps)
+    _LIVING.append(cluster)
+    try:
+        for task in processes.addresses:
+            if task != "chief":
+                cluster.wait_until_serving(task)
+        yield cluster
+    finally:
+        _LIVING.remove(cluster)
+        cluster.close()
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory):
+    """3 workers and 3 parameter servers, started once."""
+    with _running_cluster(tmp_path_factory.mktemp("cluster"), 3, 3) as running:
+        yield running
+
+
+@pytest.fixture
+def start_cluster(tmp_path):
+    """Starts a cluster of the test's own: start_cluster(num_workers, num_ps, op_libraries, env)."""
+    with contextlib.ExitStack() as stack:
+
+        def start(num_workers, num_ps, op_libraries=(), env=None):
+            log_dir = tmp_path / f"cluster-{len(_LIVING)}"
+            return stack.enter_context(
+                _running_cluster(log_dir, num_workers, num_ps, op_libraries, env)
+            )
+
+        yield start
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    if report.failed:
+        for cluster in _LIVING:
+            for task in cluster.processes.addresses:
+                text = task_output.NoiseFilter().feed(
+                    cluster.processes.log_path(task).read_bytes() + b"\n"
+                )
+                report.sections.append((f"last lines of {task}", text.decode()[-2000:]))
+    return report
