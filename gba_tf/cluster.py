@@ -35,8 +35,10 @@ _REPLY_SECONDS = 0.3
 # others may be ahead of them, and has to wait until they have started.
 _ANSWER_SECONDS = 2.0
 _START_SECONDS = 10.0
-# A failing chief is let go first: whoever watches the tasks sees the cause before the effect.
-_FAILED_CHIEF_SECONDS = 3.0
+# The chief is let go first: TensorFlow releases what the chief has on the others while it ends, and
+# complains for each piece that it cannot reach; and whoever watches the tasks of a chief that fails
+# sees the cause before the effect.
+_LEAVING_CHIEF_SECONDS = 3.0
 
 
 def cluster_resolver(config: ClusterConfig) -> Any:
@@ -310,11 +312,12 @@ def _end_as_requested(config: ClusterConfig, status: int, message: str) -> int:
     time.sleep(_REPLY_SECONDS)
     if status != 0:
         _say(f"{config.task_name} ends because the chief failed: {message}")
-        deadline = time.monotonic() + _FAILED_CHIEF_SECONDS
-        # One that never listened cannot be seen leaving: it gets the whole time.
-        listened = _answers(config.chief_address)
-        while time.monotonic() < deadline and not (listened and not _answers(config.chief_address)):
-            time.sleep(_POLL_SECONDS)
+    # A chief that never listened cannot be seen leaving: one that failed gets the whole time.
+    listened = _answers(config.chief_address)
+    deadline = time.monotonic() + (_LEAVING_CHIEF_SECONDS if listened or status != 0 else 0.0)
+    while time.monotonic() < deadline and not (listened and not _answers(config.chief_address)):
+        time.sleep(_POLL_SECONDS)
+    if status != 0:
         time.sleep(_REPLY_SECONDS)
     return status
 

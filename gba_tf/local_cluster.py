@@ -68,8 +68,8 @@ class LocalCluster:
           evaluator: Whether to start an evaluator too. Default: False.
           log_dir: Folder for the log files, created if missing. Default: a new temporary folder.
           env: Added to the environment of every task. Default: nothing.
-          tolerate_worker_failures: Whether a worker may die: it is reported in one line, and the
-            others go on. Default: False, the first task that fails ends the cluster.
+          tolerate_worker_failures: Whether a worker may die while others are left: it is reported
+            in one line, and they go on. Default: False, the first task that fails ends the cluster.
 
         Raises:
           ValueError: If the command is empty or a number of tasks makes no cluster.
@@ -297,10 +297,12 @@ class LocalCluster:
     def _failed_task(self) -> str | None:
         """The task whose failure ends the cluster. Reports the failures that do not."""
         failed = [task for task, p in self.processes.items() if p.poll() not in (None, 0)]
-        if self._tolerate_worker_failures:
+        workers = {task for task in self.processes if task.startswith("worker-")}
+        # Without any worker the chief would wait for one for ever.
+        if self._tolerate_worker_failures and not workers <= set(failed):
             for task in failed:
                 self._report_tolerated(task)
-            failed = [task for task in failed if not task.startswith("worker-")]
+            failed = [task for task in failed if task not in workers]
         # Of tasks that failed within one poll, the chief more likely is the victim than the cause;
         # it is the last in `processes`.
         return failed[0] if failed else None

@@ -14,21 +14,20 @@ def auc(labels: np.ndarray, scores: np.ndarray) -> float:
       scores: [n], any monotone score.
 
     Returns:
-      The area, NaN where one of the classes is missing.
+      The area, NaN where one of the classes is missing or a score is NaN.
+
+    Raises:
+      ValueError: The lengths differ.
     """
-    labels = np.asarray(labels).reshape(-1) > 0.5
-    scores = np.asarray(scores, np.float64).reshape(-1)
-    if labels.shape != scores.shape:
-        raise ValueError(
-            f"auc: expected as many labels as scores, found {labels.size} and {scores.size}."
-        )
-    positives = int(labels.sum())
+    labels, scores = _columns("auc", labels, scores)
+    is_positive = labels > 0.5
+    positives = int(is_positive.sum())
     negatives = labels.size - positives
-    if not positives or not negatives:
+    if not positives or not negatives or np.isnan(scores).any():
         return float("nan")
     _, group, counts = np.unique(scores, return_inverse=True, return_counts=True)
     mean_rank = np.cumsum(counts) - (counts - 1) / 2
-    rank_sum = mean_rank[group][labels].sum()
+    rank_sum = mean_rank[group][is_positive].sum()
     return float((rank_sum - positives * (positives + 1) / 2) / (positives * negatives))
 
 
@@ -38,7 +37,19 @@ def log_loss(labels: np.ndarray, logits: np.ndarray) -> float:
     Args:
       labels: [n], 0 or 1.
       logits: [n].
+
+    Raises:
+      ValueError: The lengths differ.
     """
-    labels = np.asarray(labels, np.float64).reshape(-1)
-    logits = np.asarray(logits, np.float64).reshape(-1)
+    labels, logits = _columns("log_loss", labels, logits)
     return float(np.mean(np.logaddexp(0.0, logits) - labels * logits))
+
+
+def _columns(name: str, labels: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    labels = np.asarray(labels, np.float64).reshape(-1)
+    scores = np.asarray(scores, np.float64).reshape(-1)
+    if labels.size != scores.size:
+        raise ValueError(
+            f"{name}: expected as many labels as scores, found {labels.size} and {scores.size}."
+        )
+    return labels, scores

@@ -129,6 +129,9 @@ def all_variables(optimizer) -> list[tf.Variable]:
         value = getattr(getattr(optimizer, "inner_optimizer", optimizer), name, None)
         if isinstance(value, tf.Variable):
             variables.append(value)
+    if getattr(optimizer, "dynamic", False):
+        # A dynamic loss scale keeps its own state out of the list of variables.
+        variables += optimizer._loss_scale._weights.values()
     hyper = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_hyper", None) or {}
     variables += [value for value in hyper.values() if isinstance(value, tf.Variable)]
     return variables

@@ -35,6 +35,11 @@ class BalancedPlacement:
         return task
 
 
+def ps_device(task: int) -> str:
+    """The device of a parameter server task."""
+    return f"/job:ps/replica:0/task:{task}/device:CPU:0"
+
+
 def task_of(variable: tf.Variable) -> int:
     """The parameter server task of a variable.
 

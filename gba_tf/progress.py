@@ -1,27 +1,49 @@
 """Shows how far an epoch is while it runs: Keras refuses its own bar under parameter servers."""
 
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TextIO
 
-_BAR_WIDTH = 24
+# A task of a local cluster writes to a pipe; whoever started it says here that a terminal of so
+# many columns shows what comes out.
+COLUMNS_VARIABLE = "GBA_TF_TERMINAL_COLUMNS"
+_DEFAULT_COLUMNS = 80
+_BAR_WIDTH = 12
 _TERMINAL_SECONDS = 0.5
-_LOG_SECONDS = 10.0
+# In a log, a short epoch shows something too, and a long one does not fill it.
+_FIRST_LOG_SECONDS = 2.0
+_MAX_LOG_SECONDS = 30.0
+_JOIN_SECONDS = 5.0
+
+
+def terminal_columns(stream: TextIO, environ: Mapping[str, str] = os.environ) -> int | None:
+    """Columns of the terminal that shows what is written to `stream`; None if none does."""
+    if environ.get(COLUMNS_VARIABLE, "").isdecimal():
+        return int(environ[COLUMNS_VARIABLE])
+    if not stream.isatty():
+        return None
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or _DEFAULT_COLUMNS
+    except OSError:
+        return _DEFAULT_COLUMNS
 
 
 class EpochProgress:
-    """Prints a line that follows a counter: rewritten in place on a terminal, else every 10 s.
+    """Prints a line that follows a counter.
 
-    Use as a context manager around an epoch.
+    On a terminal it is rewritten in place and gone in the end; elsewhere there is a line after 2,
+    6, 14, 30 seconds, then every 30. Use as a context manager around an epoch.
 
     Args:
       title: Start of the line, e.g. "epoch 2/5".
-      done: Returns how many batches of this epoch are done; called from a thread of its own.
+      done: Returns how many batches of this epoch are done; called from a thread of its own. If it
+        or `detail` raises, there is no line that time.
       total: Batches in the epoch.
-      batch_size: Examples in a batch, for the rate.
-      detail: Returns text for the end of the line, such as the global step. Default: nothing.
+      examples: Examples in the epoch, for the rate.
+      detail: Returns text for the end of the line, such as the loss. Default: nothing.
       stream: Default: standard output.
     """
 
@@ -30,17 +52,17 @@ class EpochProgress:
         title: str,
         done: Callable[[], int],
         total: int,
-        batch_size: int,
+        examples: int,
         detail: Callable[[], str] = lambda: "",
         stream: TextIO | None = None,
     ):
         self._title = title
         self._done = done
         self._total = total
-        self._batch_size = batch_size
+        self._examples = examples
         self._detail = detail
         self._stream = stream or sys.stdout
-        self._terminal = self._stream.isatty()
+        self._columns = terminal_columns(self._stream)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="EpochProgress", daemon=True)
 
@@ -51,24 +73,32 @@ class EpochProgress:
 
     def __exit__(self, *unused) -> None:
         self._end.set()
-        self._thread.join()
-        if self._terminal:
+        # Not for ever: the thread may be reading from a parameter server that is gone.
+        self._thread.join(_JOIN_SECONDS)
+        if self._columns is not None:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
 
     def line(self, done: int, seconds: float) -> str:
-        """The text for `done` batches after `seconds`."""
+        """The text for `done` batches after `seconds`, no longer than the terminal is wide."""
         done = min(done, self._total)
         filled = _BAR_WIDTH * done // self._total
         bar = "#" * filled + "." * (_BAR_WIDTH - filled)
-        rate = done * self._batch_size / seconds if seconds > 0 else 0.0
-        text = f"{self._title} [{bar}] {done:,}/{self._total:,} batches, {rate:,.0f} examples/s"
-        detail = self._detail()
-        return f"{text}, {detail}" if detail else text
+        text = f"{self._title} [{bar}] {done:,}/{self._total:,} batches"
+        if done:
+            rate = done / self._total * self._examples / seconds
+            text = ", ".join(filter(None, [text, f"{rate:,.0f} examples/s", self._detail()]))
+        # A line that wraps could not be rewritten.
+        return text if self._columns is None else text[: self._columns - 1]
 
     def _follow(self) -> None:
-        interval = _TERMINAL_SECONDS if self._terminal else _LOG_SECONDS
+        interval = _FIRST_LOG_SECONDS if self._columns is None else _TERMINAL_SECONDS
         while not self._end.wait(interval):
-            text = self.line(self._done(), time.monotonic() - self._start)
-            self._stream.write(f"\r{text}\x1b[K" if self._terminal else f"{text}\n")
+            if self._columns is None:
+                interval = min(2 * interval, _MAX_LOG_SECONDS)
+            try:
+                text = self.line(self._done(), time.monotonic() - self._start)
+            except Exception:  # A parameter server does not answer: training will say so.
+                continue
+            self._stream.write(f"{text}\n" if self._columns is None else f"\r{text}\x1b[K")
             self._stream.flush()

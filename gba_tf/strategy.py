@@ -8,16 +8,20 @@ import uuid
 
 import tensorflow as tf
 from absl import logging
-from tensorflow.python.distribute import distribute_lib, parameter_server_strategy_v2
+from tensorflow.python.distribute import (
+    distribute_lib,
+    input_util,
+    parameter_server_strategy_v2,
+)
 from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.framework import ops
 
-from gba_tf import legacy_keras, optimizer_hooks, training
+from gba_tf import input_data, legacy_keras, optimizer_hooks, training
 from gba_tf.apply import UpdateGroup
 from gba_tf.config import DEFAULT_STALENESS_TOLERANCE, GBAConfig, SparseDivisor
 from gba_tf.ops import library
 from gba_tf.ops.token_server import TokenStats
-from gba_tf.placement import BalancedPlacement
+from gba_tf.placement import BalancedPlacement, ps_device
 from gba_tf.state_variable import StateVariable, is_moved_by_forward_pass
 
 # One process is one run: parameter servers release what they hold of earlier runs.
@@ -103,6 +107,7 @@ class GBAStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
         self._groups_lock = threading.RLock()
         self._name = uuid.uuid4().hex
         coordinator = cluster_coordinator.ClusterCoordinator(self)
+        input_data.share_datasets(coordinator, self.extended._num_workers)
         _report_dead_workers(coordinator, self._give_up)
 
     def update_group(self, record) -> UpdateGroup:
@@ -118,7 +123,9 @@ class GBAStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
 
     def trained_variables(self, record) -> dict[int, tf.Variable]:
         """id of the handle -> variable, for what only an update may change."""
-        return self.extended.guarded_variables
+        if not record.trains:
+            return self.extended.guarded_variables
+        return {**self.extended.guarded_variables, **self.extended.unaggregated_state}
 
     def stats(self, optimizer=None) -> TokenStats:
         """What became of the tokens, the staleness histogram, and the global step k.
@@ -180,12 +187,15 @@ class GBAExtended(parameter_server_strategy_v2.ParameterServerStrategyV2Extended
         self.placement = BalancedPlacement(self._num_ps)
         # Only an update may change these: trainable variables, and state moved by the forward pass.
         self.guarded_variables: dict[int, tf.Variable] = {}
+        # Nor may a training step change these: nobody said how the changes of M gradients combine.
+        self.unaggregated_state: dict[int, tf.Variable] = {}
 
     def _create_var_creator(self, next_creator, **kwargs):
         creator = super()._create_var_creator(next_creator, **kwargs)
         trainable = kwargs.get("trainable")
         trainable = True if trainable is None else trainable
         moved = is_moved_by_forward_pass(kwargs.get("dtype"), trainable, kwargs.get("aggregation"))
+        unaggregated = kwargs.get("aggregation") in (None, tf.VariableAggregation.NONE)
 
         def create(**kwargs):
             variable = creator(**kwargs)
@@ -194,8 +204,12 @@ class GBAExtended(parameter_server_strategy_v2.ParameterServerStrategyV2Extended
                     self._container_strategy(), variable, tf.VariableAggregation.MEAN
                 )
             # Integers count things (Keras' train counter); they are not trained.
-            if (moved or trainable) and variable.dtype.is_floating:
+            if not variable.dtype.is_floating:
+                return variable
+            if moved or trainable:
                 self.guarded_variables[id(variable.handle)] = variable
+            elif unaggregated:
+                self.unaggregated_state[id(variable.handle)] = variable
             return variable
 
         return create
@@ -209,8 +223,34 @@ class GBAExtended(parameter_server_strategy_v2.ParameterServerStrategyV2Extended
             shape, dtype = initial_value.shape, initial_value.dtype
         task = self.placement.place(shape, dtype)
         with ops.colocate_with(None, ignore_existing=True):
-            with ops.device(f"/job:ps/replica:0/task:{task}/device:CPU:0"):
+            with ops.device(ps_device(task)):
                 return next_creator(**kwargs)
+
+    def _experimental_distribute_dataset(self, dataset, options):
+        if tf.executing_eagerly():
+            input_data.refuse_python(input_data.graph_of(dataset))
+        return super()._experimental_distribute_dataset(dataset, options)
+
+    def _distribute_datasets_from_function(self, dataset_fn, options):
+        if tf.executing_eagerly():  # Built later, by a coordinator, on each worker.
+            return super()._distribute_datasets_from_function(dataset_fn, options)
+        context = input_data.worker_context(self._num_workers)
+
+        def create(input_context):
+            dataset = dataset_fn(input_context)
+            input_data.refuse_python(tf.compat.v1.get_default_graph().as_graph_def())
+            if input_data.made_of_arrays(dataset_fn):
+                dataset = input_data.share(dataset, input_context)
+            return dataset
+
+        return input_util.get_distributed_datasets_from_function(
+            create,
+            self._input_workers_with_options(options),
+            [context],
+            self._container_strategy(),
+            options=options,
+            build=True,
+        )
 
     def _call_for_each_replica(self, fn, args, kwargs):
         self._assert_being_scheduled_by_cluster_coordinator()

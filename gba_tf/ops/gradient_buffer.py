@@ -184,6 +184,27 @@ class GradientBuffer:
                 update=attr_value_pb2.NameAttrList(name=update.name),
             )
 
+    def inspect(
+        self, decision: tf.Tensor, inspection: "tf.types.experimental.ConcreteFunction"
+    ) -> tf.Tensor:
+        """Evaluates a function of the aggregated gradients of the steps of `decision`.
+
+        Args:
+          decision: From TokenServer.commit or flush.
+          inspection: Takes the gradients as `update` of `apply` does, captures nothing, and returns
+            a list of f string scalars.
+
+        Returns:
+          string[steps, f]: what it returned for each step.
+        """
+        inspection.add_to_graph(tf.compat.v1.get_default_graph())
+        with tf.device(self.device):
+            return self._ops.gba_inspect_update(
+                buffer=self._handle,
+                decision=decision,
+                inspection=attr_value_pb2.NameAttrList(name=inspection.name),
+            )
+
     def drop(self, lost_ids: tf.Tensor) -> tf.Operation:
         """Frees the gradients of lost tokens."""
         with tf.device(self.device):

@@ -64,13 +64,16 @@ class GradientBufferResource : public tensorflow::ResourceBase {
   const std::vector<VariableLayout>& layout() const { return layout_; }
   SparseDivisor sparse_divisor() const { return sparse_divisor_; }
 
-  // Every use of the two members below happens inside a job of this queue.
+  // Every use of the members below happens inside a job of this queue.
   JobQueue& updates() { return updates_; }
   // Global steps that have been applied to the variables of this task.
   int64_t applied_steps() const { return applied_steps_.load(); }
   void set_applied_steps(int64_t steps) { applied_steps_.store(steps); }
-  // The shared state before each step that some other task may still have to apply.
-  std::map<GlobalStep, std::vector<tensorflow::tstring>>& shared_state() { return shared_state_; }
+  // What other tasks may still have to know of a step: the shared state before it, and what an
+  // inspection found.
+  using Records = std::map<GlobalStep, std::vector<tensorflow::tstring>>;
+  Records& shared_state() { return shared_state_; }
+  Records& findings() { return findings_; }
 
  private:
   const std::vector<VariableLayout> layout_;
@@ -78,7 +81,8 @@ class GradientBufferResource : public tensorflow::ResourceBase {
   GradientBuffer buffer_;
   JobQueue updates_;
   std::atomic<int64_t> applied_steps_{0};
-  std::map<GlobalStep, std::vector<tensorflow::tstring>> shared_state_;
+  Records shared_state_;
+  Records findings_;
 };
 
 // The resource container of a run. Releases what this process still holds of other runs.

@@ -114,10 +114,10 @@ REGISTER_OP("GbaPackGradient")
     .Input("values: value_types")
     .Input("ids: id_types")
     .Output("block: uint8")
-    .Attr("value_types: list({float, double, half, bfloat16}) >= 1")
+    .Attr("value_types: list({float, double, half, bfloat16}) >= 0")
     .Attr("id_types: list({int32, int64}) >= 0")
-    .Attr("num_rows: list(int) >= 1")
-    .Attr("sparse: list(bool) >= 1")
+    .Attr("num_rows: list(int) >= 0")
+    .Attr("sparse: list(bool) >= 0")
     .SetShapeFn([](InferenceContext* c) {
       c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
       return absl::OkStatus();
@@ -205,6 +205,29 @@ shared_state_out: The same for the other tasks; empty where this task does not o
 update: Takes the gradients (dense: flat values [num_elements]; sparse: ids [rows], then values
   [rows, row_width]) of every variable, then s serialized tensors, then `captured`. Returns the
   serialized shared state, one string scalar each.
+)doc");
+
+REGISTER_OP("GbaInspectUpdate")
+    .Input("buffer: resource")
+    .Input("decision: int64")
+    .Output("findings: string")
+    .Attr("inspection: func")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      TF_RETURN_IF_ERROR(ScalarInputs(c, 0, 0));
+      TF_RETURN_IF_ERROR(VectorInput(c, 1));
+      c->set_output(0, c->Matrix(InferenceContext::kUnknownDim, InferenceContext::kUnknownDim));
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+Evaluates a function of the aggregated gradients of the closed steps, for updates that need to know
+something of all parameter servers' gradients, such as a global norm. Changes nothing.
+
+decision: From GbaCommitToken or GbaFlush.
+findings: string[steps of the decision, f]: what `inspection` returned for each step; the first
+  answer for a step is kept until every task has applied it.
+inspection: Takes the gradients as `update` of GbaApplyUpdate does, and captures nothing. Returns f
+  string scalars.
 )doc");
 
 REGISTER_OP("GbaMarkApplied")

@@ -30,15 +30,19 @@ using ::tensorflow::TensorShape;
 using ::tensorflow::tstring;
 using ::tensorflow::core::RefCountPtr;
 
-// Applies the steps of one decision, one after the other. Holds itself alive through its callbacks.
-class ApplyJob : public std::enable_shared_from_this<ApplyJob> {
+// Runs a function of the aggregated gradients for each step of a decision that needs it, one after
+// the other. Holds itself alive through its callbacks.
+class StepsJob : public std::enable_shared_from_this<StepsJob> {
  public:
-  ApplyJob(OpKernelContext* context, FunctionLibraryRuntime* library,
-           FunctionLibraryRuntime::Handle update, RefCountPtr<GradientBufferResource> resource,
+  enum class Kind { kApply, kInspect };
+
+  StepsJob(Kind kind, OpKernelContext* context, FunctionLibraryRuntime* library,
+           FunctionLibraryRuntime::Handle function, RefCountPtr<GradientBufferResource> resource,
            Decision decision, AsyncOpKernel::DoneCallback done)
-      : context_(context),
+      : kind_(kind),
+        context_(context),
         library_(library),
-        update_(update),
+        function_(function),
         resource_(std::move(resource)),
         decision_(std::move(decision)),
         done_(std::move(done)) {}
@@ -46,18 +50,23 @@ class ApplyJob : public std::enable_shared_from_this<ApplyJob> {
   // Called inside a job of the resource's queue.
   void Start() {
     // Earlier steps are applied everywhere: a commit hands out all steps that are not.
-    auto& states = resource_->shared_state();
-    states.erase(states.begin(), states.lower_bound(decision_.steps.front().step));
-    ApplyFrom(0);
+    records().erase(records().begin(), records().lower_bound(decision_.steps.front().step));
+    RunFrom(0);
   }
 
  private:
-  void ApplyFrom(size_t index) {
-    while (index < decision_.steps.size() &&
-           decision_.steps[index].step < resource_->applied_steps()) {
-      ++index;
-    }
-    if (index == decision_.steps.size()) return Finish(OutputSharedState());
+  GradientBufferResource::Records& records() {
+    return kind_ == Kind::kApply ? resource_->shared_state() : resource_->findings();
+  }
+
+  bool IsDone(GlobalStep step) {
+    if (step < resource_->applied_steps()) return true;
+    return kind_ == Kind::kInspect && records().count(step) > 0;
+  }
+
+  void RunFrom(size_t index) {
+    while (index < decision_.steps.size() && IsDone(decision_.steps[index].step)) ++index;
+    if (index == decision_.steps.size()) return Finish(OutputRecords());
     std::vector<Tensor> arguments;
     const absl::Status status = CollectArguments(index, &arguments);
     if (!status.ok()) return Finish(status);
@@ -69,31 +78,39 @@ class ApplyJob : public std::enable_shared_from_this<ApplyJob> {
     options.runner = context_->runner();
     options.step_container = context_->step_container();
     auto results = std::make_shared<std::vector<Tensor>>();
-    library_->Run(options, update_, arguments, results.get(),
+    library_->Run(options, function_, arguments, results.get(),
                   [self = shared_from_this(), index, results](const absl::Status& run_status) {
                     if (!run_status.ok()) return self->Finish(run_status);
-                    const ClosedStep& step = self->decision_.steps[index];
-                    std::vector<tstring>& state = self->resource_->shared_state()[step.step];
-                    state.clear();
-                    for (const Tensor& result : *results)
-                      state.push_back(result.scalar<tstring>()());
-                    self->resource_->set_applied_steps(step.step + 1);
-                    self->resource_->buffer().Release(
-                        step, self->decision_.oldest_live_id,
-                        {self->decision_.steps.begin() + index + 1, self->decision_.steps.end()});
-                    self->ApplyFrom(index + 1);
+                    self->Record(index, *results);
+                    self->RunFrom(index + 1);
                   });
   }
 
-  // The gradients of a step, the shared state before it, and what the update function captures.
+  void Record(size_t index, const std::vector<Tensor>& results) {
+    const ClosedStep& step = decision_.steps[index];
+    std::vector<tstring>& record = records()[step.step];
+    record.clear();
+    for (const Tensor& result : results) record.push_back(result.scalar<tstring>()());
+    if (kind_ == Kind::kInspect) return;
+    resource_->set_applied_steps(step.step + 1);
+    resource_->buffer().Release(step, decision_.oldest_live_id,
+                                {decision_.steps.begin() + index + 1, decision_.steps.end()});
+  }
+
+  // The gradients of a step; for an update also the shared state before it, and what it captures.
   absl::Status CollectArguments(size_t index, std::vector<Tensor>* arguments) {
     const ClosedStep& step = decision_.steps[index];
-    if (step.step != resource_->applied_steps()) {
+    if (kind_ == Kind::kApply && step.step != resource_->applied_steps()) {
       return tensorflow::errors::FailedPrecondition(
           "Expected global step ", resource_->applied_steps(), " to be applied next on ",
           context_->device()->name(), ", found step ", step.step,
           ". The token server and this gradient buffer are not of the same checkpoint.");
     }
+    TF_RETURN_IF_ERROR(CollectGradients(step, arguments));
+    return kind_ == Kind::kApply ? CollectSharedState(index, arguments) : absl::OkStatus();
+  }
+
+  absl::Status CollectGradients(const ClosedStep& step, std::vector<Tensor>* arguments) {
     PreparedUpdate update;
     TF_RETURN_IF_ERROR(ToAbsl(resource_->buffer().Prepare(step, &update)));
     const std::vector<VariableLayout>& layout = resource_->layout();
@@ -116,6 +133,10 @@ class ApplyJob : public std::enable_shared_from_this<ApplyJob> {
       arguments->push_back(std::move(ids));
       arguments->push_back(std::move(values));
     }
+    return absl::OkStatus();
+  }
+
+  absl::Status CollectSharedState(size_t index, std::vector<Tensor>* arguments) {
     const Tensor& shared = context_->input(2);
     const int64_t num_shared = shared.dim_size(1);
     if (num_shared > 0 && shared.dim_size(0) != static_cast<int64_t>(decision_.steps.size())) {
@@ -132,19 +153,18 @@ class ApplyJob : public std::enable_shared_from_this<ApplyJob> {
     return absl::OkStatus();
   }
 
-  absl::Status OutputSharedState() {
-    const auto& states = resource_->shared_state();
+  absl::Status OutputRecords() {
     size_t width = 0;
-    for (const auto& [step, state] : states) width = std::max(width, state.size());
+    for (const auto& [step, record] : records()) width = std::max(width, record.size());
     Tensor* output = nullptr;
     TF_RETURN_IF_ERROR(context_->allocate_output(
         0, TensorShape({static_cast<int64_t>(decision_.steps.size()), static_cast<int64_t>(width)}),
         &output));
     auto rows = output->matrix<tstring>();
     for (size_t i = 0; i < decision_.steps.size(); ++i) {
-      // A state that is gone belongs to a step that every task has applied.
-      const auto found = states.find(decision_.steps[i].step);
-      if (found == states.end()) continue;
+      // A record that is gone belongs to a step that every task has applied.
+      const auto found = records().find(decision_.steps[i].step);
+      if (found == records().end()) continue;
       for (size_t j = 0; j < found->second.size(); ++j) rows(i, j) = found->second[j];
     }
     return absl::OkStatus();
@@ -160,26 +180,28 @@ class ApplyJob : public std::enable_shared_from_this<ApplyJob> {
     done();
   }
 
+  const Kind kind_;
   OpKernelContext* const context_;
   FunctionLibraryRuntime* const library_;
-  const FunctionLibraryRuntime::Handle update_;
+  const FunctionLibraryRuntime::Handle function_;
   RefCountPtr<GradientBufferResource> resource_;
   const Decision decision_;
   AsyncOpKernel::DoneCallback done_;
   CancellationManager cancellation_;
 };
 
-class ApplyUpdateOp : public AsyncOpKernel {
+class StepsOp : public AsyncOpKernel {
  public:
-  explicit ApplyUpdateOp(OpKernelConstruction* c) : AsyncOpKernel(c) {
-    OP_REQUIRES_OK(c, c->GetAttr("update", &update_));
+  StepsOp(OpKernelConstruction* c, StepsJob::Kind kind, const char* function_attribute)
+      : AsyncOpKernel(c), kind_(kind) {
+    OP_REQUIRES_OK(c, c->GetAttr(function_attribute, &function_));
   }
 
   void ComputeAsync(OpKernelContext* c, DoneCallback done) override {
     Decision decision;
     OP_REQUIRES_OK_ASYNC(c, DecodeDecision(c->input(1), &decision), done);
     OP_REQUIRES_ASYNC(
-        c, c->input(2).dims() == 2,
+        c, kind_ == StepsJob::Kind::kInspect || c->input(2).dims() == 2,
         tensorflow::errors::InvalidArgument("Expected shared_state to be a matrix, found shape ",
                                             c->input(2).shape().DebugString()),
         done);
@@ -197,7 +219,7 @@ class ApplyUpdateOp : public AsyncOpKernel {
     OP_REQUIRES_OK_ASYNC(c, Instantiate(library, &handle), done);
 
     GradientBufferResource* buffer = resource.get();
-    auto job = std::make_shared<ApplyJob>(c, library, handle, std::move(resource),
+    auto job = std::make_shared<StepsJob>(kind_, c, library, handle, std::move(resource),
                                           std::move(decision), std::move(done));
     buffer->updates().Enqueue([job] { job->Start(); });
   }
@@ -207,18 +229,31 @@ class ApplyUpdateOp : public AsyncOpKernel {
                            FunctionLibraryRuntime::Handle* handle) {
     absl::MutexLock lock(&mu_);
     if (handle_ == tensorflow::kInvalidHandle) {
-      TF_RETURN_IF_ERROR(
-          library->Instantiate(update_.name(), tensorflow::AttrSlice(&update_.attr()), &handle_));
+      TF_RETURN_IF_ERROR(library->Instantiate(function_.name(),
+                                              tensorflow::AttrSlice(&function_.attr()), &handle_));
     }
     *handle = handle_;
     return absl::OkStatus();
   }
 
-  NameAttrList update_;
+  const StepsJob::Kind kind_;
+  NameAttrList function_;
   absl::Mutex mu_;
   FunctionLibraryRuntime::Handle handle_ ABSL_GUARDED_BY(mu_) = tensorflow::kInvalidHandle;
 };
+
+class ApplyUpdateOp : public StepsOp {
+ public:
+  explicit ApplyUpdateOp(OpKernelConstruction* c) : StepsOp(c, StepsJob::Kind::kApply, "update") {}
+};
 REGISTER_KERNEL_BUILDER(Name("GbaApplyUpdate").Device(DEVICE_CPU), ApplyUpdateOp);
+
+class InspectUpdateOp : public StepsOp {
+ public:
+  explicit InspectUpdateOp(OpKernelConstruction* c)
+      : StepsOp(c, StepsJob::Kind::kInspect, "inspection") {}
+};
+REGISTER_KERNEL_BUILDER(Name("GbaInspectUpdate").Device(DEVICE_CPU), InspectUpdateOp);
 
 }  // namespace
 }  // namespace gba
