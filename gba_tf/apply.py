@@ -9,7 +9,7 @@ import dataclasses
 
 import tensorflow as tf
 
-from gba_tf import update_functions
+from gba_tf import optimizer_hooks, update_functions
 from gba_tf.config import GBAConfig
 from gba_tf.ops.gradient_buffer import GradientBuffer, GradientSpec
 from gba_tf.ops.token_server import TokenServer, TokenStats
@@ -108,7 +108,9 @@ class UpdateGroup:
 
 
 def _specs(record: StepRecord) -> list[GradientSpec]:
-    return [
-        GradientSpec.of(gradient, variable)
-        for gradient, variable in zip(record.gradients(), record.variables(), strict=True)
+    specs = [
+        GradientSpec.of(gradient, variable, optimizer_hooks.merges_rows_first(call.optimizer))
+        for call in record.calls
+        for gradient, variable in zip(call.gradients, call.variables, strict=True)
     ]
+    return specs + [GradientSpec.of(state.delta, state.variable) for state in record.state_deltas]

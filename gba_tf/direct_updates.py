@@ -5,6 +5,8 @@ import tensorflow as tf
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
 # Ops that change a variable by their first resource input.
 _WRITE_PREFIXES = ("Assign", "Resource", "ScatterNd", "Stateful")
+# Named like one, but what it does is up to the function that it calls.
+_CALL = "StatefulPartitionedCall"
 
 
 def refuse(graph: tf.Graph, guarded: dict[int, tf.Variable]) -> None:
@@ -27,7 +29,7 @@ def refuse(graph: tf.Graph, guarded: dict[int, tf.Variable]) -> None:
         written = [captured[id(tensor)] for tensor in op.inputs if id(tensor) in captured]
         if not written or op.type in _READS:
             continue
-        if op.type.startswith(_WRITE_PREFIXES) or _function_writes(graph, op, captured):
+        if _writes(op.type) or _function_writes(graph, op, captured):
             raise RuntimeError(
                 f"Variable {written[0].name} is changed by the op {op.type} ({op.name}) in the step"
                 " itself: this would bypass the gradient buffer, once per gradient instead of once"
@@ -35,6 +37,10 @@ def refuse(graph: tf.Graph, guarded: dict[int, tf.Variable]) -> None:
                 " state that the forward pass moves, create it with"
                 " aggregation=tf.VariableAggregation.MEAN and trainable=False."
             )
+
+
+def _writes(op_type: str) -> bool:
+    return op_type.startswith(_WRITE_PREFIXES) and op_type != _CALL
 
 
 def _function_writes(graph: tf.Graph, op: tf.Operation, captured: dict[int, tf.Variable]) -> bool:
@@ -67,7 +73,7 @@ def _definition_writes(graph: tf.Graph, name: str, positions: set[int]) -> bool:
         inputs = [i for i, value in enumerate(node.input) if value in watched]
         if not inputs or node.op in _READS:
             continue
-        if node.op.startswith(_WRITE_PREFIXES):
+        if _writes(node.op):
             return True
         offset = 1 if node.op in ("If", "StatelessIf", "Case", "StatelessCase") else 0
         for attr in node.attr.values():

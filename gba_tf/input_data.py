@@ -33,7 +33,7 @@ def share_datasets(coordinator, num_workers: int) -> None:
     create_per_worker_dataset = coordinator.create_per_worker_dataset
 
     def create(dataset):
-        if isinstance(dataset, input_lib.DistributedDataset) and num_workers > 1:
+        if isinstance(dataset, input_lib.DistributedDataset):
             if _may_be_shared(dataset._original_dataset):
                 return SharedDataset(dataset, coordinator, num_workers)
         return create_per_worker_dataset(dataset)

@@ -6,6 +6,7 @@ clipping, would be too late. The hooks are installed once per process and do not
 worker's step of a GBAStrategy.
 """
 
+import contextlib
 import functools
 
 import tensorflow as tf
@@ -119,6 +120,30 @@ def build(optimizer, variables) -> None:
         else:
             _ = optimizer.iterations
             optimizer._create_all_weights(variables)
+
+
+def merges_rows_first(optimizer) -> bool:
+    """Whether an optimizer merges the repeated rows of a sparse gradient before all else.
+
+    One that clips or transforms gradients does so first, and its norms see every occurrence.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    names = ("clipnorm", "clipvalue", "global_clipnorm", "gradient_transformers")
+    return not any(getattr(inner, name, None) for name in names)
+
+
+@contextlib.contextmanager
+def rows_merged(optimizer):
+    """Spares the optimizer the merging of repeated rows, which the gradient buffer has merged."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if not merges_rows_first(optimizer) or not hasattr(inner, "_deduplicate_sparse_grad"):
+        yield
+        return
+    inner._deduplicate_sparse_grad = lambda gradients: gradients
+    try:
+        yield
+    finally:
+        del inner._deduplicate_sparse_grad
 
 
 def all_variables(optimizer) -> list[tf.Variable]:

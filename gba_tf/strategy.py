@@ -1,10 +1,12 @@
 """[1] GBAStrategy: places variables, and creates the token server and the gradient buffers."""
 
+import atexit
 import contextlib
 import functools
 import itertools
 import threading
 import uuid
+import weakref
 
 import tensorflow as tf
 from absl import logging
@@ -109,6 +111,7 @@ class GBAStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
         coordinator = cluster_coordinator.ClusterCoordinator(self)
         input_data.share_datasets(coordinator, self.extended._num_workers)
         _report_dead_workers(coordinator, self._give_up)
+        atexit.register(_call_if_alive, weakref.WeakMethod(self._warn_of_leftovers))
 
     def update_group(self, record) -> UpdateGroup:
         """The group of a traced step, created at its first trace."""
@@ -140,8 +143,7 @@ class GBAStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
         Raises:
           ValueError: No training step uses this optimizer.
         """
-        with self._groups_lock:
-            groups = list(self._groups.values())
+        groups = self._all_groups()
         if optimizer is not None:
             groups = [g for g in groups if any(o is optimizer for o in g.optimizers)]
             if not groups:
@@ -158,19 +160,36 @@ class GBAStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
         goes on with them, until this is called; the update it makes counts as a global step. Call
         it when no step is scheduled, e.g. after fit().
         """
-        with self._groups_lock:
-            for group in self._groups.values():
-                tf.function(group.flush, autograph=False)()
+        for group in self._all_groups():
+            # Nothing is scheduled: what is still out belongs to workers that died.
+            for worker_task in range(self.extended._num_workers):
+                group.give_up(worker_task)
+            tf.function(group.flush, autograph=False)()
 
     def variable_bytes_per_ps(self) -> tuple[int, ...]:
         """Bytes of model variables on each parameter server task."""
         return self.extended.placement.bytes_per_task
 
-    def _give_up(self, worker_task: int) -> None:
+    def _all_groups(self) -> list[UpdateGroup]:
         with self._groups_lock:
-            groups = list(self._groups.values())
-        for group in groups:
+            return list(self._groups.values())
+
+    def _give_up(self, worker_task: int) -> None:
+        for group in self._all_groups():
             group.give_up(worker_task)
+
+    def _warn_of_leftovers(self) -> None:
+        """At the end of the process: gradients are never forgotten silently."""
+        try:
+            left = sum(group.stats().buffered for group in self._all_groups())
+        except tf.errors.OpError:
+            return  # The parameter servers are gone, and somebody has said so.
+        if left:
+            logging.warning(
+                "%d gradients are left in the buffers and are part of no update. Call"
+                " strategy.flush() after the last fit() to apply them.",
+                left,
+            )
 
 
 class GBAExtended(parameter_server_strategy_v2.ParameterServerStrategyV2Extended):
@@ -255,6 +274,12 @@ class GBAExtended(parameter_server_strategy_v2.ParameterServerStrategyV2Extended
     def _call_for_each_replica(self, fn, args, kwargs):
         self._assert_being_scheduled_by_cluster_coordinator()
         return training.run_step(self._container_strategy(), fn, args, kwargs)
+
+
+def _call_if_alive(method: weakref.WeakMethod) -> None:
+    bound = method()
+    if bound is not None:
+        bound()
 
 
 def _report_dead_workers(coordinator, give_up) -> None:

@@ -100,13 +100,16 @@ def render(summary: Mapping[str, Any], path: str | os.PathLike[str]) -> str:
     tokens = dict(summary["tokens"])
     if tokens:
         issued = tokens.pop("issued")
-        fates = " + ".join(f"{number:,} {fate}" for fate, number in tokens.items())
-        rows.append(("tokens", f"{issued:,} issued = {fates}"))
+        ended = " + ".join(
+            f"{tokens.pop(fate):,} {fate}" for fate in ("applied", "decayed", "lost")
+        )
+        rows.append(("tokens", f"{issued:,} issued = {ended}"))
+        rows.append(("", "".join(f" + {number:,} {fate}" for fate, number in tokens.items())[1:]))
     if summary["staleness"]:
         rows.append(("staleness", _staleness(summary["staleness"])))
         rows.append(("", "(global steps late: share of gradients)"))
-    rows.append(("checkpoint", summary["checkpoint"]))
-    rows.append(("summary", str(path)))
+    rows.append(("checkpoint", _short(summary["checkpoint"])))
+    rows.append(("summary", _short(path)))
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
 
@@ -132,6 +135,12 @@ def _update(summary: Mapping[str, Any]) -> str:
     return (
         f"G = {summary['global_batch_size']:,} examples = {gradients:,} gradients of B = {size:,}"
     )
+
+
+def _short(path: str | os.PathLike[str]) -> str:
+    """The path from the current folder, for what is in it."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith(os.pardir) else relative
 
 
 def _staleness(staleness: Mapping[str, int]) -> str:

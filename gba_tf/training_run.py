@@ -44,15 +44,18 @@ class TrainingRun:
             self._model = _create_model(settings, dataset)
         blocks = Blocks(len(dataset.train), settings.examples_per_gradient, settings.seed)
         self._num_batches = blocks.num_blocks
-        reader = BlockReader(dataset.train, blocks)
+        self._reader = BlockReader(dataset.train, blocks)
+        self._source = None
         if settings.needs_parameter_servers:
-            self._source = BlockSource(reader, self._strategy)
-        else:
-            self._source = reader.dataset()
+            self._source = BlockSource(self._reader, self._strategy)
         self._predict = tf.function(
             lambda columns: self._model(columns, training=False), reduce_retracing=True
         )
-        self._checkpoint = tf.train.Checkpoint(model=self._model, optimizer=self._model.optimizer)
+        self._checkpoints = tf.train.CheckpointManager(
+            tf.train.Checkpoint(model=self._model, optimizer=self._model.optimizer),
+            os.path.join(settings.model_dir, "checkpoints"),
+            max_to_keep=None,
+        )
 
     def execute(self) -> dict[str, Any]:
         """Trains, evaluates after each epoch, and writes the checkpoint and summary.json.
@@ -67,8 +70,9 @@ class TrainingRun:
             train_seconds += seconds
             auc, loss = self._evaluate()
             print(
-                f"{self._title(epoch)}: loss {self._training_loss():.4f}, held-out loss"
-                f" {summary.decimal(loss)}, AUC {summary.decimal(auc)}, {len(self._dataset.train) / seconds:,.0f} examples/s",
+                f"{self._title(epoch)}: loss {summary.decimal(self._training_loss())}, held-out"
+                f" loss {summary.decimal(loss)}, AUC {summary.decimal(auc)},"
+                f" {len(self._dataset.train) / seconds:,.0f} examples/s",
                 flush=True,
             )
         result = self._summary(train_seconds, auc, loss)
@@ -110,7 +114,8 @@ class TrainingRun:
         start = time.monotonic()
         with progress:
             self._model.fit(
-                self._source,
+                # A stream starts anew with each fit().
+                self._source or self._reader.dataset(epoch * self._num_batches),
                 steps_per_epoch=self._num_batches,
                 epochs=epoch + 1,
                 initial_epoch=epoch,
@@ -124,7 +129,7 @@ class TrainingRun:
         """Returns a function that counts the batches from now on."""
 
         def position() -> int:
-            if self._settings.needs_parameter_servers:
+            if self._source is not None:
                 return self._source.position
             return int(self._model.optimizer.iterations)
 
@@ -182,8 +187,7 @@ class TrainingRun:
 
     def _save(self) -> str:
         step = int(self._model.optimizer.iterations)
-        prefix = os.path.join(self._settings.model_dir, "checkpoints", f"ckpt-{step}")
-        return self._checkpoint.write(prefix)
+        return self._checkpoints.save(checkpoint_number=step)
 
 
 def _create_strategy(settings: RunSettings, config: ClusterConfig) -> tf.distribute.Strategy:

@@ -179,7 +179,8 @@ def _apply_gradients(call: OptimizerCall, own, whole) -> None:
         return
     gradients, variables = zip(*own, strict=True)
     if whole is None:
-        optimizer.apply_gradients(own, **call.options)
+        with optimizer_hooks.rows_merged(optimizer):
+            optimizer.apply_gradients(own, **call.options)
         return
     with whole.prepared(optimizer, gradients) as prepared:
         optimizer.apply_gradients(zip(prepared, variables, strict=True), **call.options)

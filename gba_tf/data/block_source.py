@@ -2,8 +2,9 @@
 
 Handing out blocks one by one, instead of a fixed share to each worker, keeps an epoch exact when
 workers differ in speed: every example is trained on once per epoch, and no worker on all of them.
-The position is one counter on the chief's side of the world (parameter server task 0), so it is
-also what a checkpoint needs to go on in the middle of an epoch.
+The position is one counter on a parameter server, so it is also what a checkpoint needs to go on in
+the middle of an epoch. A block that a dying worker took is lost with its gradient: the step is
+repeated with the next one.
 """
 
 from __future__ import annotations
@@ -15,19 +16,31 @@ from gba_tf.data.dataset import Examples
 
 Batch = tuple[dict[str, tf.Tensor], tf.Tensor]
 
+# The examples are constants of the function that reads them, and a function is one message.
+_MAX_BYTES = 2**31 - 2**24
+
 
 class BlockReader:
     """Reads blocks of examples as tensors, from copies on the device that reads.
 
     Args:
-      examples: What to read.
+      examples: What to read; less than 2 GiB.
       blocks: Their order and how they are cut.
+
+    Raises:
+      ValueError: `blocks` are of another number of examples, or the examples are too large.
     """
 
     def __init__(self, examples: Examples, blocks: Blocks):
         if blocks.num_examples != len(examples):
             raise ValueError(
                 f"blocks: expected {len(examples)} examples, found blocks of {blocks.num_examples}."
+            )
+        num_bytes = sum(column.nbytes for column in (*examples.columns.values(), examples.labels))
+        if num_bytes > _MAX_BYTES:
+            raise ValueError(
+                f"examples: expected at most {_MAX_BYTES:,} bytes in memory, found {num_bytes:,}."
+                " Train on fewer examples, or on a tf.data.Dataset that reads them from files."
             )
         self._examples = examples
         self.blocks = blocks
@@ -72,10 +85,13 @@ class BlockSource(tf.distribute.DistributedDataset):
         first_position: int = 0,
     ):
         self._reader = reader
-        with strategy.scope(), tf.device("/job:ps/replica:0/task:0/device:CPU:0"):
+        with strategy.scope():
             self._position = tf.Variable(
                 first_position, dtype=tf.int64, trainable=False, name="position"
             )
+        # Always the same one: with another, each epoch would trace the training function again and
+        # send the examples to the workers again.
+        self._iterator = _BlockIterator(reader, self._position)
         _pass_block_sources_through(
             tf.distribute.experimental.coordinator.ClusterCoordinator(strategy)
         )
@@ -86,7 +102,7 @@ class BlockSource(tf.distribute.DistributedDataset):
         return int(self._position)
 
     @property
-    def element_spec(self):
+    def element_spec(self) -> tuple[dict[str, tf.TensorSpec], tf.TensorSpec]:
         columns = {
             name: tf.TensorSpec([None, *column.shape[1:]], column.dtype)
             for name, column in self._reader._examples.columns.items()
@@ -94,7 +110,7 @@ class BlockSource(tf.distribute.DistributedDataset):
         return columns, tf.TensorSpec([None], tf.float32)
 
     def __iter__(self) -> _BlockIterator:
-        return _BlockIterator(self._reader, self._position)
+        return self._iterator
 
 
 class _BlockIterator:
@@ -120,13 +136,15 @@ class _BlockIterator:
             return self._reader.read(position)
 
 
-def _pass_block_sources_through(coordinator) -> None:
+def _pass_block_sources_through(
+    coordinator: tf.distribute.experimental.coordinator.ClusterCoordinator,
+) -> None:
     """Model.fit makes a dataset per worker of what it is given; a block source serves them all."""
-    create_per_worker_dataset = type(coordinator).create_per_worker_dataset
+    create_per_worker_dataset = coordinator.create_per_worker_dataset
 
     def create(dataset):
         if isinstance(dataset, BlockSource):
             return dataset
-        return create_per_worker_dataset(coordinator, dataset)
+        return create_per_worker_dataset(dataset)
 
     coordinator.create_per_worker_dataset = create

@@ -22,15 +22,25 @@ class GradientSpec:
       dtype: One of float32, float64, float16, bfloat16.
       shape: The variable's shape, fully known.
       ids_dtype: None for a dense gradient; int32 or int64 for IndexedSlices.
+      merge_rows: Whether the occurrences of a row of IndexedSlices are summed, the default. If not,
+        all of them stay apart, in token-id order and as the worker has them, each divided as the
+        sum would be: what an optimizer needs that clips before it merges, as plain Keras does.
+        Ignored for a dense gradient.
     """
 
     name: str
     dtype: tf.DType
     shape: tf.TensorShape
     ids_dtype: tf.DType | None = None
+    merge_rows: bool = True
 
     @classmethod
-    def of(cls, gradient: tf.Tensor | tf.IndexedSlices, variable: tf.Variable) -> "GradientSpec":
+    def of(
+        cls,
+        gradient: tf.Tensor | tf.IndexedSlices,
+        variable: tf.Variable,
+        merge_rows: bool = True,
+    ) -> "GradientSpec":
         """Raises ValueError for a gradient that a buffer cannot hold."""
         if not variable.shape.is_fully_defined():
             raise ValueError(
@@ -53,6 +63,7 @@ class GradientSpec:
             gradient.dtype,
             variable.shape,
             gradient.indices.dtype if sparse else None,
+            merge_rows or not sparse,
         )
 
     @property
@@ -109,6 +120,7 @@ def pack(
         ids=[g.indices for g, s in zip(gradients, sparse, strict=True) if s],
         num_rows=[spec.num_rows for spec in specs],
         sparse=sparse,
+        merge_rows=[spec.merge_rows for spec in specs],
     )
 
 
@@ -144,6 +156,7 @@ class GradientBuffer:
                 num_rows=[spec.num_rows for spec in specs],
                 row_widths=[spec.row_width for spec in specs],
                 sparse=[spec.sparse for spec in specs],
+                merge_rows=[spec.merge_rows for spec in specs],
                 sparse_divisor=sparse_divisor,
             )
 

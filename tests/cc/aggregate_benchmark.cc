@@ -122,8 +122,9 @@ void Run(const Case& c, int64_t gradients_per_update) {
   const int64_t bytes_read = num_updates * gradients_per_update * bytes_each;
 
   std::shared_ptr<char> copy = Allocate(blocks.size() * blocks[0].num_bytes);
+  const int64_t num_occurrences = gradients_per_update * c.num_ids;
   const int64_t max_rows =
-      std::min(c.layout.num_rows, gradients_per_update * std::max<int64_t>(c.num_ids, 0));
+      c.layout.merge_rows ? std::min(c.layout.num_rows, num_occurrences) : num_occurrences;
   std::shared_ptr<char> ids = Allocate(static_cast<size_t>(max_rows) * 8 + 64);
   std::shared_ptr<char> values =
       Allocate(c.layout.sparse ? static_cast<size_t>(max_rows * c.layout.row_width) * 8 + 64
@@ -169,12 +170,13 @@ VariableLayout Dense(ValueType type) {
   return layout;
 }
 
-VariableLayout Sparse(ValueType type) {
+VariableLayout Sparse(ValueType type, bool merge_rows = true) {
   VariableLayout layout;
   layout.value_type = type;
   layout.sparse = true;
   layout.num_rows = 100000;
   layout.row_width = 16;
+  layout.merge_rows = merge_rows;
   return layout;
 }
 
@@ -190,6 +192,7 @@ int main() {
       {"dense bfloat16", gba::Dense(ValueType::kBFloat16), 0},
       {"sparse float32 10k/100k x 16", gba::Sparse(ValueType::kFloat32), 10000},
       {"sparse float16 10k/100k x 16", gba::Sparse(ValueType::kFloat16), 10000},
+      {"the same float32, kept apart", gba::Sparse(ValueType::kFloat32, false), 10000},
   };
   std::printf("%-28s %5s %10s %12s %7s %14s\n", "gradients", "M", "ours GB/s", "memcpy GB/s",
               "ratio", "of it Prepare");

@@ -75,8 +75,19 @@ const Half kHalves[] = {
      [](const gba::FloatLanes& from, void* to) { gba::StoreBFloat16(from, to); }},
 };
 
+// With those of this machine's instructions.
+std::vector<Half> Halves() {
+  std::vector<Half> halves(std::begin(kHalves), std::end(kHalves));
+#if defined(GBA_AVX2)
+  if (gba::HasAvx2()) {
+    halves.push_back({"float16 by F16C", 5, gba::LoadFloat16F16c, gba::StoreFloat16F16c});
+  }
+#endif
+  return halves;
+}
+
 TEST(Every16BitPatternIsLoadedExactlyAndStoredUnchanged) {
-  for (const Half& half : kHalves) {
+  for (const Half& half : Halves()) {
     for (int pattern = 0; pattern <= 0xffff; ++pattern) {
       const auto bits = static_cast<uint16_t>(pattern);
       const double expected = Value(bits, half.exponent_bits);
@@ -95,7 +106,7 @@ TEST(Every16BitPatternIsLoadedExactlyAndStoredUnchanged) {
 
 // Checks floats just below, at and just above the middle between each pattern and the next.
 TEST(StoringRoundsToNearestAndTiesToEven) {
-  for (const Half& half : kHalves) {
+  for (const Half& half : Halves()) {
     const int infinity = ((1 << half.exponent_bits) - 1) << (15 - half.exponent_bits);
     for (int pattern = 0; pattern < infinity; ++pattern) {
       const double low = Value(static_cast<uint16_t>(pattern), half.exponent_bits);
@@ -125,7 +136,7 @@ TEST(NotANumberStaysOneWhereverItsBitsAre) {
   for (uint32_t bits : {0x7f800001u, 0x7fc00000u, 0x7fffffffu, 0xff800001u, 0xffffffffu}) {
     float nan;
     std::memcpy(&nan, &bits, 4);
-    for (const Half& half : kHalves) {
+    for (const Half& half : Halves()) {
       EXPECT_EQ(std::isnan(Value(Store(half.store, nan), half.exponent_bits)), true);
     }
   }
@@ -134,13 +145,55 @@ TEST(NotANumberStaysOneWhereverItsBitsAre) {
 TEST(SubnormalHalvesAreRightWhereSubnormalFloatsAreFlushed) {
   const unsigned before = _mm_getcsr();
   _mm_setcsr(before | 0x8040);  // Flush to zero, subnormals are zero.
-  for (int pattern = 1; pattern < 0x400; ++pattern) {
-    const float loaded = Load(kHalves[0].load, static_cast<uint16_t>(pattern));
-    EXPECT_EQ(static_cast<double>(loaded), Value(static_cast<uint16_t>(pattern), 5));
-    EXPECT_EQ(Store(kHalves[0].store, loaded), pattern);
+  for (const Half& half : Halves()) {
+    if (half.exponent_bits != 5) continue;
+    for (int pattern = 1; pattern < 0x400; ++pattern) {
+      const float loaded = Load(half.load, static_cast<uint16_t>(pattern));
+      EXPECT_EQ(static_cast<double>(loaded), Value(static_cast<uint16_t>(pattern), 5));
+      EXPECT_EQ(Store(half.store, loaded), pattern);
+    }
   }
   _mm_setcsr(before);
 }
+
+#if defined(GBA_AVX2)
+// For all bits that can matter: the last 11 of a float lie below the bit that rounds, so only
+// whether they are 0 does.
+TEST(F16cHasTheBitsOfThePortableCode) {
+  if (!gba::HasAvx2()) return;
+  const unsigned before = _mm_getcsr();
+  for (unsigned flush : {0x0000u, 0x8040u}) {
+    _mm_setcsr(before | flush);
+    for (uint32_t first = 0; first <= 0xffff; first += gba::kLanes) {
+      uint16_t patterns[gba::kLanes];
+      for (uint32_t i = 0; i < gba::kLanes; ++i) patterns[i] = static_cast<uint16_t>(first + i);
+      gba::FloatLanes portable, f16c;
+      gba::LoadFloat16(patterns, &portable);
+      gba::LoadFloat16F16c(patterns, &f16c);
+      for (int i = 0; i < gba::kLanes; ++i) {
+        const uint32_t quiet = std::isnan(portable[i]) ? 0x00400000 : 0;
+        const uint32_t expected = reinterpret_cast<gba::UInt32Lanes>(portable)[i] | quiet;
+        const uint32_t found = reinterpret_cast<gba::UInt32Lanes>(f16c)[i];
+        if (found != expected) EXPECT_EQ(found, expected);
+      }
+    }
+    for (uint32_t low : {0x000u, 0x001u, 0x400u, 0x7ffu}) {
+      for (uint32_t high = 0; high < 1u << 21; high += gba::kLanes) {
+        const gba::UInt32Lanes bits =
+            ((gba::UInt32Lanes{0, 1, 2, 3, 4, 5, 6, 7} + high) << 11) | low;
+        uint16_t portable[gba::kLanes], f16c[gba::kLanes];
+        gba::StoreFloat16(reinterpret_cast<gba::FloatLanes>(bits), portable);
+        gba::StoreFloat16F16c(reinterpret_cast<gba::FloatLanes>(bits), f16c);
+        if (std::memcmp(portable, f16c, sizeof(portable)) == 0) continue;
+        for (int i = 0; i < gba::kLanes; ++i) EXPECT_EQ(f16c[i], portable[i]);
+        _mm_setcsr(before);
+        return;
+      }
+    }
+  }
+  _mm_setcsr(before);
+}
+#endif
 
 // ---- Sums, against plain loops ----
 

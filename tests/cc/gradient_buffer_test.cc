@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <set>
 #include <thread>
 
 #include "tests/cc/testing.h"
@@ -13,10 +14,13 @@ using gba::Block;
 using gba::BufferStats;
 using gba::ClosedStep;
 using gba::GradientBuffer;
+using gba::GradientInput;
 using gba::GradientPacker;
+using gba::IdType;
 using gba::PreparedUpdate;
 using gba::SparseDivisor;
 using gba::StatusCode;
+using gba::ValueType;
 using gba::VariableLayout;
 
 using Ints = std::vector<int64_t>;
@@ -32,13 +36,21 @@ std::vector<VariableLayout> Layout() {
   return {dense, sparse};
 }
 
-Block Gradient(const Floats& dense, const Ints& ids, const Floats& rows) {
+Block Pack(const std::vector<VariableLayout>& layout, const std::vector<GradientInput>& gradients) {
   GradientPacker packer;
-  EXPECT_OK(packer.Init(Layout(), {{dense.data(), nullptr, 0},
-                                   {rows.data(), ids.data(), static_cast<int64_t>(ids.size())}}));
+  EXPECT_OK(packer.Init(layout, gradients));
   auto bytes = std::make_shared<std::vector<char>>(packer.packed_bytes());
   packer.Write(bytes->data());
   return {bytes->data(), bytes->size(), bytes};
+}
+
+template <typename Id, typename Value>
+GradientInput Rows(const std::vector<Id>& ids, const std::vector<Value>& values) {
+  return {values.data(), ids.data(), static_cast<int64_t>(ids.size())};
+}
+
+Block Gradient(const Floats& dense, const Ints& ids, const Floats& rows) {
+  return Pack(Layout(), {{dense.data(), nullptr, 0}, Rows(ids, rows)});
 }
 
 ClosedStep Step(const Ints& ids, const Floats& weights, int64_t divisor, int64_t step = 0) {
@@ -89,6 +101,153 @@ TEST(RowsCanBeDividedByTheGradientsThatContainThem) {
   EXPECT_EQ(update.ids, (Ints{0, 3, 7}));
   EXPECT_EQ(update.rows, (Floats{50, 30, 10}));
 }
+
+// ---- Rows kept apart ----
+
+// One sparse variable, 10 rows of `row_width`.
+VariableLayout RowsApart(int64_t row_width, IdType id_type = IdType::kInt64,
+                         ValueType type = ValueType::kFloat32) {
+  VariableLayout layout;
+  layout.value_type = type;
+  layout.sparse = true;
+  layout.num_rows = 10;
+  layout.row_width = row_width;
+  layout.id_type = id_type;
+  layout.merge_rows = false;
+  return layout;
+}
+
+// The ids and values of variable 0.
+template <typename Id, typename Value>
+std::pair<std::vector<Id>, std::vector<Value>> WriteRows(const PreparedUpdate& prepared,
+                                                         size_t row_width) {
+  const auto num_rows = static_cast<size_t>(prepared.num_rows(0));
+  std::vector<Id> ids(num_rows + 1, 99);  // One more, to see a write beyond the end.
+  std::vector<Value> values(num_rows * row_width + 1, 99);
+  prepared.WriteSparse(0, ids.data(), values.data());
+  EXPECT_EQ(ids.back(), Id{99});
+  EXPECT_EQ(values.back(), Value{99});
+  ids.pop_back();
+  values.pop_back();
+  return {ids, values};
+}
+
+TEST(RowsKeptApartFollowInTokenIdOrderEachDividedAlone) {
+  const std::vector<VariableLayout> layout = {RowsApart(2)};
+  GradientBuffer buffer(layout, SparseDivisor::kGradientsPerUpdate);
+  EXPECT_OK(buffer.Push(5, Pack(layout, {Rows(Ints{7, 3, 7}, Floats{10, 11, 20, 21, 30, 31})})));
+  EXPECT_OK(buffer.Push(4, Pack(layout, {Rows(Ints{1}, Floats{600, 600})})));
+  EXPECT_OK(buffer.Push(3, Pack(layout, {{}})));
+  EXPECT_OK(buffer.Push(2, Pack(layout, {Rows(Ints{3}, Floats{40, 41})})));
+  PreparedUpdate prepared;
+  ASSERT_OK(buffer.Prepare(Step({2, 3, 4, 5}, {1, 1, 0, 1}, 4), &prepared));
+  const auto [ids, values] = WriteRows<int64_t, float>(prepared, 2);
+  EXPECT_EQ(ids, (Ints{3, 7, 3, 7}));
+  EXPECT_EQ(values, (Floats{10, 10.25f, 2.5f, 2.75f, 5, 5.25f, 7.5f, 7.75f}));
+}
+
+TEST(RowsKeptApartCanBeDividedByTheGradientsThatContainThem) {
+  const std::vector<VariableLayout> layout = {RowsApart(2, IdType::kInt32)};
+  using Ids = std::vector<int32_t>;
+  GradientBuffer buffer(layout, SparseDivisor::kGradientsWithRow);
+  EXPECT_OK(buffer.Push(0, Pack(layout, {Rows(Ids{7, 3, 7}, Floats{10, 12, 20, 22, 30, 32})})));
+  EXPECT_OK(buffer.Push(1, Pack(layout, {Rows(Ids{3, 0, 0}, Floats{40, 42, 50, 52, 60, 62})})));
+  EXPECT_OK(buffer.Push(2, Pack(layout, {Rows(Ids{0}, Floats{600, 600})})));
+  EXPECT_OK(buffer.Push(3, Pack(layout, {Rows(Ids{3}, Floats{3, 6})})));
+  PreparedUpdate prepared;
+  ASSERT_OK(buffer.Prepare(Step({0, 1, 2, 3}, {1, 1, 0, 1}, 4), &prepared));
+  const auto [ids, values] = WriteRows<int32_t, float>(prepared, 2);
+  EXPECT_EQ(ids, (Ids{7, 3, 7, 3, 0, 0, 3}));
+  // Row 7 is in one gradient, twice; row 3 in three; row 0, of weight 1, in one, twice.
+  const float third = 20.0f / 3;
+  EXPECT_EQ(values,
+            (Floats{10, 12, third, 22.0f / 3, 30, 32, 40.0f / 3, 14, 50, 52, 60, 62, 1, 2}));
+}
+
+TEST(ManyRowsKeptApartMatchAPlainLoop) {
+  constexpr int64_t kRows = 300, kWidth = 3, kGradients = 5, kIds = 700;
+  std::vector<VariableLayout> layout = {RowsApart(kWidth, IdType::kInt64, ValueType::kFloat64)};
+  layout[0].num_rows = kRows;
+  std::vector<Ints> ids(kGradients);
+  std::vector<std::vector<double>> rows(kGradients);
+  std::vector<std::set<int64_t>> gradients_with(kRows);
+  uint64_t state = 1;
+  for (size_t g = 0; g < kGradients; ++g) {
+    for (int64_t i = 0; i < kIds; ++i) {
+      state = state * 6364136223846793005u + 1442695040888963407u;
+      ids[g].push_back(static_cast<int64_t>(state >> 33) % kRows);
+      gradients_with[static_cast<size_t>(ids[g].back())].insert(static_cast<int64_t>(g));
+      for (int64_t j = 0; j < kWidth; ++j) rows[g].push_back(1.0 / static_cast<double>(i + j + 1));
+    }
+  }
+  for (auto divisor : {SparseDivisor::kGradientsPerUpdate, SparseDivisor::kGradientsWithRow}) {
+    GradientBuffer buffer(layout, divisor);
+    ClosedStep step{0, {}, {}, 7};
+    Ints expected_ids;
+    std::vector<double> expected;
+    for (size_t g = 0; g < kGradients; ++g) {
+      step.ids.push_back(static_cast<int64_t>(g));
+      step.weights.push_back(1);
+      EXPECT_OK(buffer.Push(step.ids.back(), Pack(layout, {Rows(ids[g], rows[g])})));
+      for (size_t i = 0; i < rows[g].size(); ++i) {
+        const int64_t id = ids[g][i / kWidth];
+        if (i % kWidth == 0) expected_ids.push_back(id);
+        const size_t count = gradients_with[static_cast<size_t>(id)].size();
+        const bool by_row = divisor == SparseDivisor::kGradientsWithRow;
+        expected.push_back(rows[g][i] / (by_row ? static_cast<double>(count) : 7.0));
+      }
+    }
+    PreparedUpdate prepared;
+    ASSERT_OK(buffer.Prepare(step, &prepared));
+    const auto [found_ids, found] = WriteRows<int64_t, double>(prepared, kWidth);
+    EXPECT_EQ(found_ids == expected_ids, true);
+    EXPECT_EQ(found == expected, true);
+  }
+}
+
+TEST(RowsKeptApartOfHalfTypesAreDividedInFloat32AndRoundedOnce) {
+  // A half type has no 2049 or 257, and would divide by 2048 or 256: 1 instead of the next below.
+  struct Case {
+    ValueType type;
+    int64_t divisor;
+    std::vector<uint16_t> values, expected;
+  };
+  const Case cases[] = {
+      {ValueType::kFloat16, 2049, {0x6800}, {0x3bff}},                // 2048 / 2049
+      {ValueType::kBFloat16, 257, {0x4380}, {0x3f7f}},                // 256 / 257
+      {ValueType::kFloat16, 3, {0x3c00, 0x4200}, {0x3555, 0x3c00}},   // 1 / 3, 3 / 3
+      {ValueType::kBFloat16, 3, {0x3f80, 0x4040}, {0x3eab, 0x3f80}},  // 1 / 3, 3 / 3
+  };
+  for (const Case& c : cases) {
+    const std::vector<VariableLayout> layout = {RowsApart(1, IdType::kInt64, c.type)};
+    GradientBuffer buffer(layout, SparseDivisor::kGradientsPerUpdate);
+    EXPECT_OK(buffer.Push(0, Pack(layout, {Rows(Ints(c.values.size(), 4), c.values)})));
+    PreparedUpdate prepared;
+    ASSERT_OK(buffer.Prepare(Step({0}, {1}, c.divisor), &prepared));
+    EXPECT_EQ((WriteRows<int64_t, uint16_t>(prepared, 1).second), c.expected);
+  }
+}
+
+TEST(RowsKeptApartOfAStepOfOnlyWeightZeroAreNone) {
+  for (auto divisor : {SparseDivisor::kGradientsPerUpdate, SparseDivisor::kGradientsWithRow}) {
+    GradientBuffer buffer({RowsApart(2)}, divisor);
+    PreparedUpdate prepared;
+    ASSERT_OK(buffer.Prepare(Step({0, 1}, {0, 0}, 2), &prepared));
+    EXPECT_EQ((WriteRows<int64_t, float>(prepared, 2).first), Ints{});
+  }
+}
+
+TEST(BufferOfMergedRowsRefusesRowsKeptApart) {
+  std::vector<VariableLayout> layout = {RowsApart(1)};
+  const Block block = Pack(layout, {Rows(Ints{1}, Floats{2})});
+  layout[0].merge_rows = true;
+  GradientBuffer buffer(layout, SparseDivisor::kGradientsPerUpdate);
+  EXPECT_ERROR(buffer.Push(3, block), StatusCode::kInvalidArgument,
+               "Gradient of token 3: Variable 0: expected row kind 0, found 1");
+  EXPECT_EQ(buffer.stats().num_gradients, 0);
+}
+
+// ---- Weights, order, memory ----
 
 TEST(GradientOfWeightZeroIsSkippedEvenIfItIsNotANumber) {
   const float nan = std::numeric_limits<float>::quiet_NaN();

@@ -28,12 +28,14 @@ constexpr int64_t kElements = 37;  // Not a multiple of a vector.
 constexpr int64_t kRows = 12;
 
 std::vector<gba::VariableLayout> Layout() {
-  gba::VariableLayout dense, sparse;
+  gba::VariableLayout dense, sparse, apart;
   dense.num_elements = kElements;
   sparse.sparse = true;
   sparse.num_rows = kRows;
   sparse.row_width = 1;
-  return {dense, sparse};
+  apart = sparse;
+  apart.merge_rows = false;
+  return {dense, sparse, apart};
 }
 
 // The gradient of a token is a function of its id. Float32 sums of these depend on their order.
@@ -42,19 +44,28 @@ float Dense(int64_t id, int64_t i) {
 }
 bool HasRow(int64_t id, int64_t row) { return (id * 31 + row * 17) % 5 < 2; }
 float Row(int64_t id, int64_t row) { return Dense(id, 1000 + row); }
+// Variable 2, where rows repeat: up to six occurrences.
+int64_t NumOccurrences(int64_t id) { return id % 7; }
+int64_t OccurringRow(int64_t id, int64_t i) { return (id + 3 * i * i) % kRows; }
+float Occurrence(int64_t id, int64_t i) { return Dense(id, 2000 + i); }
 
 Block Gradient(int64_t id) {
-  std::vector<float> dense, rows;
-  std::vector<int64_t> ids;
+  std::vector<float> dense, rows, apart;
+  std::vector<int64_t> ids, apart_ids;
   for (int64_t i = 0; i < kElements; ++i) dense.push_back(Dense(id, i));
   for (int64_t row = kRows - 1; row >= 0; --row) {
     if (!HasRow(id, row)) continue;
     ids.push_back(row);
     rows.push_back(Row(id, row));
   }
+  for (int64_t i = 0; i < NumOccurrences(id); ++i) {
+    apart_ids.push_back(OccurringRow(id, i));
+    apart.push_back(Occurrence(id, i));
+  }
   GradientPacker packer;
   EXPECT_OK(packer.Init(Layout(), {{dense.data(), nullptr, 0},
-                                   {rows.data(), ids.data(), static_cast<int64_t>(ids.size())}}));
+                                   {rows.data(), ids.data(), static_cast<int64_t>(ids.size())},
+                                   {apart.data(), apart_ids.data(), NumOccurrences(id)}}));
   auto bytes = std::make_shared<std::vector<char>>(packer.packed_bytes());
   packer.Write(bytes->data());
   return {bytes->data(), bytes->size(), bytes};
@@ -90,6 +101,19 @@ void CheckUpdate(const ClosedStep& step, const PreparedUpdate& update) {
   EXPECT_EQ(dense, expected_dense);
   EXPECT_EQ(ids, expected_ids);
   EXPECT_EQ(rows, expected_rows);
+
+  std::vector<int64_t> apart_ids(static_cast<size_t>(update.num_rows(2))), expected_apart_ids;
+  std::vector<float> apart(apart_ids.size()), expected_apart;
+  update.WriteSparse(2, apart_ids.data(), apart.data());
+  for (size_t m = 0; m < step.ids.size(); ++m) {
+    if (step.weights[m] == 0) continue;
+    for (int64_t i = 0; i < NumOccurrences(step.ids[m]); ++i) {
+      expected_apart_ids.push_back(OccurringRow(step.ids[m], i));
+      expected_apart.push_back(Occurrence(step.ids[m], i) / divisor);
+    }
+  }
+  EXPECT_EQ(apart_ids, expected_apart_ids);
+  EXPECT_EQ(apart, expected_apart);
 }
 
 void CheckEquation(const TokenStats& s) {
@@ -138,6 +162,7 @@ struct Run {
   TokenServer server;
   ParameterServer parameter_servers[2];
   std::atomic<int64_t> counted{0};
+  std::atomic<int> waiting{0};  // Workers that have yet to start: all start together.
 };
 
 // Takes a commit's outcome to the parameter servers; dies on the way if `fate` says so.
@@ -155,14 +180,22 @@ void ApplyAndMark(Run* run, const CommitOutcome& outcome, unsigned fate) {
 
 void Work(Run* run, int64_t task, int num_tokens, uint64_t seed) {
   std::mt19937_64 random(seed);
+  // Lets others in between any two calls, also on a machine with few cores.
+  const auto pause = [&random] {
+    if (random() % 2 == 0) std::this_thread::yield();
+  };
+  --run->waiting;
+  while (run->waiting > 0) std::this_thread::yield();
   std::vector<gba::TokenId> own;
   for (int i = 0; i < num_tokens; ++i) {
     const Token token = run->server.Take({task, i});
     own.push_back(token.id);
+    pause();
     if (random() % 16 == 0) continue;  // Dies before the push; its next incarnation takes again.
     const Block block = Gradient(token.id);
     const bool both = random() % 16 != 0;
     EXPECT_OK(run->parameter_servers[0].buffer()->Push(token.id, block));
+    pause();
     if (!both) {  // Dies between pushes.
       run->server.GiveUp(task);
       continue;
@@ -175,9 +208,11 @@ void Work(Run* run, int64_t task, int num_tokens, uint64_t seed) {
         run->parameter_servers[random() % 2].buffer()->Drop({id});
       }
     }
+    pause();
     CommitOutcome outcome;
     EXPECT_OK(run->server.Commit(token.id, &outcome));
     if (outcome.counted) ++run->counted;
+    pause();
     ApplyAndMark(run, outcome, static_cast<unsigned>(random() % 16));
     if (random() % 8 == 0) {  // Commits an old token again, and then does not count.
       EXPECT_OK(run->server.Commit(own[random() % own.size()], &outcome));
@@ -231,7 +266,7 @@ void CheckEnd(Run* run, bool flushed_in_between) {
 }
 
 TEST(ThousandsOfInterleavingsKeepEveryPromise) {
-  constexpr uint64_t kRuns = 1500;
+  constexpr uint64_t kRuns = 3000;
   for (uint64_t seed = 1; seed <= kRuns; ++seed) {
     const int before = gba_testing::FailedExpectations();
     std::mt19937_64 random(seed);
@@ -250,6 +285,7 @@ TEST(ThousandsOfInterleavingsKeepEveryPromise) {
       }
     });
     std::vector<std::thread> workers;
+    run.waiting = 3;
     for (int64_t task = 0; task < 3; ++task) {
       workers.emplace_back(Work, &run, task, 12, seed * 1000 + static_cast<uint64_t>(task));
     }

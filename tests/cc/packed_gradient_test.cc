@@ -24,14 +24,20 @@ VariableLayout Dense(int64_t num_elements, ValueType type = ValueType::kFloat32)
 }
 
 VariableLayout Sparse(int64_t num_rows, int64_t row_width, IdType id_type = IdType::kInt64,
-                      ValueType type = ValueType::kFloat32) {
+                      ValueType type = ValueType::kFloat32, bool merge_rows = true) {
   VariableLayout layout;
   layout.value_type = type;
   layout.sparse = true;
   layout.num_rows = num_rows;
   layout.row_width = row_width;
   layout.id_type = id_type;
+  layout.merge_rows = merge_rows;
   return layout;
+}
+
+VariableLayout RowsApart(int64_t num_rows, int64_t row_width, IdType id_type = IdType::kInt64,
+                         ValueType type = ValueType::kFloat32) {
+  return Sparse(num_rows, row_width, id_type, type, /*merge_rows=*/false);
 }
 
 std::string Pack(const std::vector<VariableLayout>& layout,
@@ -57,18 +63,50 @@ TEST(BlockHasTheDocumentedBytes) {
   const std::string block =
       Pack({Dense(3), Sparse(5, 2, IdType::kInt32)}, {{dense, nullptr, 0}, {rows, ids, 2}});
   std::string expected(5 * 64, '\0');
-  const uint32_t head[] = {0x47414247, 1};
+  const uint32_t head[] = {0x47414247, 2};
   const uint64_t sizes[] = {2, 5 * 64};
-  const int64_t count = 2;
+  const int64_t count_and_kind[] = {2, 0};
   const int32_t sorted_ids[] = {1, 4};
   const float sorted_rows[] = {20, 21, 10, 11};
   std::memcpy(&expected[0], head, 8);
   std::memcpy(&expected[8], sizes, 16);
   std::memcpy(&expected[64], dense, 12);
-  std::memcpy(&expected[128], &count, 8);
+  std::memcpy(&expected[128], count_and_kind, 16);
   std::memcpy(&expected[192], sorted_ids, 8);
   std::memcpy(&expected[256], sorted_rows, 16);
   EXPECT_EQ(block == expected, true);
+}
+
+TEST(BlockOfRowsKeptApartHasTheDocumentedBytes) {
+  const int32_t ids[] = {4, 1, 4};
+  const float rows[] = {10, 11, 20, 21, 30, 31};
+  const std::string block = Pack({RowsApart(5, 2, IdType::kInt32)}, {{rows, ids, 3}});
+  std::string expected(4 * 64, '\0');
+  const uint32_t head[] = {0x47414247, 2};
+  const uint64_t sizes[] = {1, 4 * 64};
+  const int64_t count_and_kind[] = {3, 1};
+  std::memcpy(&expected[0], head, 8);
+  std::memcpy(&expected[8], sizes, 16);
+  std::memcpy(&expected[64], count_and_kind, 16);
+  std::memcpy(&expected[128], ids, 12);
+  std::memcpy(&expected[192], rows, 24);
+  EXPECT_EQ(block == expected, true);
+}
+
+TEST(RowsKeptApartMayRepeatInAnyOrderMoreOftenThanThereAreRows) {
+  const int64_t ids[] = {1, 0, 1, 1};
+  const uint16_t rows[] = {0x3c00, 0x7d55, 0x0001, 0x8000};  // Whatever their bits: 1, NaN, ...
+  const std::vector<VariableLayout> layout = {RowsApart(2, 1, IdType::kInt64, ValueType::kFloat16)};
+  const std::string block = Pack(layout, {{rows, ids, 4}});
+  for (size_t shift : {0, 3}) {
+    const std::string moved = std::string(shift, 'x') + block;
+    std::vector<GradientView> views;
+    ASSERT_OK(ParsePackedGradient(layout, moved.data() + shift, block.size(), &views));
+    ASSERT_EQ(views[0].num_ids, 4);
+    EXPECT_EQ(Read<int64_t>(views[0].ids, 4), (std::vector<int64_t>{1, 0, 1, 1}));
+    EXPECT_EQ(Read<uint16_t>(views[0].values, 4),
+              (std::vector<uint16_t>{0x3c00, 0x7d55, 0x0001, 0x8000}));
+  }
 }
 
 TEST(RepeatedRowsAreSummedInOrderOfOccurrence) {
@@ -136,12 +174,12 @@ TEST(ManyRowsWithManyRepetitionsMatchAPlainLoop) {
 }
 
 TEST(EmptyGradientsAndEmptyVariablesArePackedAndParsed) {
-  const std::vector<VariableLayout> layout = {Dense(0), Sparse(0, 0), Sparse(7, 3)};
-  const std::string block = Pack(layout, {{}, {}, {}});
+  const std::vector<VariableLayout> layout = {Dense(0), Sparse(0, 0), Sparse(7, 3), RowsApart(0, 0),
+                                              RowsApart(7, 3)};
+  const std::string block = Pack(layout, {{}, {}, {}, {}, {}});
   std::vector<GradientView> views;
   ASSERT_OK(ParsePackedGradient(layout, block.data(), block.size(), &views));
-  EXPECT_EQ(views[1].num_ids, 0);
-  EXPECT_EQ(views[2].num_ids, 0);
+  for (size_t v = 1; v < layout.size(); ++v) EXPECT_EQ(views[v].num_ids, 0);
   const std::string none = Pack({}, {});
   EXPECT_EQ(none.size(), size_t{64});
   ASSERT_OK(ParsePackedGradient({}, none.data(), none.size(), &views));
@@ -185,6 +223,8 @@ TEST(PackerNamesTheVariableAndTheRowOutOfRange) {
                "Variable 1: expected row ids in [0, 10), found 10 at position 1");
   EXPECT_ERROR(packer.Init(layout, {{values, nullptr, 0}, {values, low, 2}}),
                StatusCode::kInvalidArgument, "found -1 at position 0");
+  EXPECT_ERROR(packer.Init({RowsApart(10, 1)}, {{values, high, 2}}), StatusCode::kInvalidArgument,
+               "Variable 0: expected row ids in [0, 10), found 10 at position 1");
 }
 
 TEST(PackerRefusesCountsThatDoNotFit) {
@@ -238,7 +278,7 @@ TEST(ParseSaysWhatWasExpectedAndFound) {
   const auto error = StatusCode::kInvalidArgument;
   EXPECT_ERROR(example.Parse(""), error, "expected at least 64 bytes, found 0");
   EXPECT_ERROR(example.Parse(example.With(0, 7)), error, "expected magic 1195459143, found 7");
-  EXPECT_ERROR(example.Parse(example.With(4, 9)), error, "expected format version 1, found 9");
+  EXPECT_ERROR(example.Parse(example.With(4, 9)), error, "expected format version 2, found 9");
   EXPECT_ERROR(example.Parse(example.With(8, int64_t{3})), error, "expected 2 variables, found 3");
   EXPECT_ERROR(example.Parse(example.With(16, int64_t{384})), error,
                "expected 384 bytes, as its header says, found 320");
@@ -251,6 +291,41 @@ TEST(ParseSaysWhatWasExpectedAndFound) {
                "Variable 1: expected row ids ascending, distinct and in [0, 9), found 2 after 2 at "
                "position 1");
   EXPECT_ERROR(example.Parse(example.With(208, int64_t{9})), error, "found 9 after 5");
+}
+
+TEST(ParseChecksTheRangeOfRowsKeptApart) {
+  const int64_t ids[] = {8, 2, 8};
+  const float rows[] = {1, 2, 3};
+  Example example;
+  example.layout = {RowsApart(9, 1)};
+  example.block = Pack(example.layout, {{rows, ids, 3}});
+  EXPECT_OK(example.Parse(example.block));
+  const auto error = StatusCode::kInvalidArgument;
+  EXPECT_ERROR(example.Parse(example.With(128, int64_t{-1})), error, "found -1 at position 0");
+  EXPECT_ERROR(example.Parse(example.With(144, int64_t{9})), error,
+               "Variable 0: expected row ids in [0, 9), found 9 at position 2");
+  EXPECT_ERROR(example.Parse(example.With(64, int64_t{-1})), error, "rows, found -1");
+  EXPECT_ERROR(example.Parse(example.With(64, int64_t{9})), error,
+               "expected a block of at least 320 bytes, found 256");
+  EXPECT_ERROR(example.Parse(example.With(64, std::numeric_limits<int64_t>::max())), error,
+               "2^62 bytes");
+}
+
+TEST(MergedRowsAndRowsKeptApartAreNotMistakenForEachOther) {
+  const int64_t ids[] = {2, 8};  // Ascending and distinct: only the kind tells.
+  const float rows[] = {1, 2};
+  Example example;
+  example.layout = {Dense(0), Sparse(9, 1)};
+  const std::vector<VariableLayout> apart = {Dense(0), RowsApart(9, 1)};
+  example.block = Pack(apart, {{}, {rows, ids, 2}});
+  EXPECT_ERROR(example.Parse(example.block), StatusCode::kInvalidArgument,
+               "Variable 1: expected row kind 0, found 1 (0: merged, 1: kept apart). Worker and "
+               "parameter server must agree on merge_rows.");
+  example.block = Pack(example.layout, {{}, {rows, ids, 2}});
+  EXPECT_OK(example.Parse(example.block));
+  example.layout = apart;
+  EXPECT_ERROR(example.Parse(example.block), StatusCode::kInvalidArgument,
+               "Variable 1: expected row kind 1, found 0");
 }
 
 TEST(ParseRefusesABlockOfAnotherLayout) {
@@ -286,7 +361,7 @@ TEST(ParseSurvivesHostileNumbers) {
       const gba::Status status = example.Parse(example.With(offset, value));
       // Only gaps and values may hold anything.
       const bool gap =
-          (offset >= 24 && offset < 128) || (offset >= 136 && offset < 192) || offset >= 216;
+          (offset >= 24 && offset < 128) || (offset >= 144 && offset < 192) || offset >= 216;
       EXPECT_EQ(status.ok(), gap);
     }
   }

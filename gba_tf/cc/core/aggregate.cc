@@ -2,12 +2,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "gba_tf/cc/core/float16.h"
-
-#if defined(__x86_64__) && !defined(GBA_PORTABLE_ONLY)
-#define GBA_AVX2 __attribute__((target("avx2")))
-#endif
 
 namespace gba {
 namespace {
@@ -42,6 +39,12 @@ struct Float16 {
   static GBA_INLINE void Load(const char* from, Lanes* lanes) { LoadFloat16(from, lanes); }
   static GBA_INLINE void Store(const Lanes& lanes, char* to) { StoreFloat16(lanes, to); }
 };
+#if defined(GBA_AVX2)
+struct Float16F16c : Float16 {
+  GBA_AVX2 static inline void Load(const char* from, Lanes* lanes) { LoadFloat16F16c(from, lanes); }
+  GBA_AVX2 static inline void Store(const Lanes& lanes, char* to) { StoreFloat16F16c(lanes, to); }
+};
+#endif
 struct BFloat16 {
   using Stored = uint16_t;
   using Sum = float;
@@ -236,22 +239,20 @@ void SumSparsePortable(const VariableLayout& layout, const RowOrder& order, int6
 }
 
 #if defined(GBA_AVX2)
-// Not target_clones: its resolver runs before ThreadSanitizer is ready.
-bool HasAvx2() {
-  static const bool has_avx2 = __builtin_cpu_supports("avx2");
-  return has_avx2;
-}
+// Two functions and a choice, not target_clones: its resolver runs before ThreadSanitizer is ready.
+template <typename Type>
+using OnAvx2 = std::conditional_t<std::is_same_v<Type, Float16>, Float16F16c, Type>;
 
 template <typename Type>
 GBA_AVX2 void SumDenseAvx2(const std::vector<const void*>& sources, int64_t num_elements,
                            int64_t divisor, void* values) {
-  SumDenseBody<Type>(sources, num_elements, divisor, values);
+  SumDenseBody<OnAvx2<Type>>(sources, num_elements, divisor, values);
 }
 
 template <typename Type, typename Rows>
 GBA_AVX2 void SumSparseAvx2(const VariableLayout& layout, const RowOrder& order, int64_t divisor,
                             Rows* source, void* ids, void* sums) {
-  SumSparseBody<Type>(layout, order, divisor, source, ids, sums);
+  SumSparseBody<OnAvx2<Type>>(layout, order, divisor, source, ids, sums);
 }
 #endif
 

@@ -5,8 +5,8 @@
 // divided in float32 and rounded once, at the end. The result is x / divisor, never
 // x * (1 / divisor). Pointers need no alignment.
 //
-// The loops are compiled twice, for any x86-64 and for AVX2, and the machine's best is taken at run
-// time. AVX2 without FMA gives the same bits.
+// The loops are compiled twice, for any x86-64 and for AVX2 with F16C, and the machine's best is
+// taken at run time. AVX2 without FMA gives the same bits.
 #ifndef GBA_TF_CC_CORE_AGGREGATE_H_
 #define GBA_TF_CC_CORE_AGGREGATE_H_
 

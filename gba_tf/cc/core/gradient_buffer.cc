@@ -36,48 +36,124 @@ Status CheckStep(const ClosedStep& step) {
   return Status();
 }
 
-template <typename Id>
-void AddRows(const GradientView& view, size_t source, RowOrder* order) {
-  const char* ids = static_cast<const char*>(view.ids);
-  for (int64_t i = 0; i < view.num_ids; ++i) {
+// Calls visit(row) for every row of a gradient, in order.
+template <typename Id, typename Visit>
+void VisitRowsOf(const GradientView& gradient, const Visit& visit) {
+  const char* ids = static_cast<const char*>(gradient.ids);
+  for (int64_t i = 0; i < gradient.num_ids; ++i) {
     Id row;  // The block may be at any address.
     std::memcpy(&row, ids + i * static_cast<int64_t>(sizeof(Id)), sizeof(Id));
-    order->Add(row, static_cast<int64_t>(source));
+    visit(int64_t{row});
+  }
+}
+template <typename Visit>
+void VisitRows(IdType id_type, const GradientView& gradient, const Visit& visit) {
+  if (id_type == IdType::kInt32) {
+    VisitRowsOf<int32_t>(gradient, visit);
+  } else {
+    VisitRowsOf<int64_t>(gradient, visit);
   }
 }
 
-// Orders the rows of one sparse variable over several gradients.
-Status OrderRows(const VariableLayout& layout, const std::vector<const GradientView*>& views,
+int64_t CountOccurrences(const std::vector<GradientView>& gradients) {
+  int64_t count = 0;
+  for (const GradientView& gradient : gradients) count += gradient.num_ids;
+  return count;
+}
+
+// Orders the merged rows of one sparse variable over several gradients.
+Status OrderRows(const VariableLayout& layout, const std::vector<GradientView>& gradients,
                  RowOrder* order) {
-  int64_t num_occurrences = 0;
-  for (const GradientView* view : views) num_occurrences += view->num_ids;
-  Status status = order->Init(layout.num_rows, static_cast<int64_t>(views.size()), num_occurrences);
+  const auto num_gradients = static_cast<int64_t>(gradients.size());
+  Status status = order->Init(layout.num_rows, num_gradients, CountOccurrences(gradients));
   if (!status.ok()) return status;
-  for (size_t source = 0; source < views.size(); ++source) {
-    if (layout.id_type == IdType::kInt32) {
-      AddRows<int32_t>(*views[source], source, order);
-    } else {
-      AddRows<int64_t>(*views[source], source, order);
-    }
+  for (int64_t g = 0; g < num_gradients; ++g) {
+    VisitRows(layout.id_type, gradients[static_cast<size_t>(g)],
+              [&](int64_t row) { order->Add(row, g); });
   }
   order->Sort();
   return Status();
 }
 
+// For every occurrence of a row that is kept apart: the number of gradients that contain the row.
+Status CountGradientsWithRow(const VariableLayout& layout,
+                             const std::vector<GradientView>& gradients,
+                             std::vector<int64_t>* counts) {
+  const int64_t num_occurrences = CountOccurrences(gradients);
+  RowOrder order;
+  Status status = order.Init(layout.num_rows, num_occurrences, num_occurrences);
+  if (!status.ok()) return status;
+  std::vector<size_t> gradient_of;  // By occurrence.
+  for (size_t g = 0; g < gradients.size(); ++g) {
+    VisitRows(layout.id_type, gradients[g], [&](int64_t row) {
+      order.Add(row, static_cast<int64_t>(gradient_of.size()));
+      gradient_of.push_back(g);
+    });
+  }
+  order.Sort();
+  counts->resize(gradient_of.size());
+  const uint64_t* end = order.begin();
+  while (end != order.end()) {
+    // The occurrences of one row are in the order of the gradients.
+    const uint64_t* const begin = end;
+    const auto gradient = [&](const uint64_t* key) {
+      return gradient_of[static_cast<size_t>(order.Index(*key))];
+    };
+    int64_t count = 0;
+    for (; end != order.end() && order.Row(*end) == order.Row(*begin); ++end) {
+      count += end == begin || gradient(end) != gradient(end - 1);
+    }
+    for (const uint64_t* key = begin; key != end; ++key) {
+      (*counts)[static_cast<size_t>(order.Index(*key))] = count;
+    }
+  }
+  return Status();
+}
+
+std::vector<const void*> ValuesOf(const std::vector<GradientView>& gradients) {
+  std::vector<const void*> values;
+  for (const GradientView& gradient : gradients) values.push_back(gradient.values);
+  return values;
+}
+
 }  // namespace
 
-int64_t PreparedUpdate::num_rows(size_t variable) const {
-  return variables_[variable].order.num_distinct();
-}
+int64_t PreparedUpdate::num_rows(size_t variable) const { return variables_[variable].num_rows; }
 
 void PreparedUpdate::WriteDense(size_t variable, void* values) const {
   const Variable& v = variables_[variable];
-  SumDense(v.layout.value_type, v.sources, v.layout.num_elements, v.divisor, values);
+  SumDense(v.layout.value_type, ValuesOf(v.gradients), v.layout.num_elements, v.divisor, values);
 }
 
 void PreparedUpdate::WriteSparse(size_t variable, void* ids, void* values) const {
   const Variable& v = variables_[variable];
-  SumSources(v.layout, v.order, v.sources, v.divisor, ids, values);
+  if (v.layout.merge_rows) {
+    SumSources(v.layout, v.order, ValuesOf(v.gradients), v.divisor, ids, values);
+  } else {
+    WriteRowsApart(v, static_cast<char*>(ids), static_cast<char*>(values));
+  }
+}
+
+void PreparedUpdate::WriteRowsApart(const Variable& variable, char* ids, char* values) {
+  const VariableLayout& layout = variable.layout;
+  const auto id_bytes = static_cast<int64_t>(SizeOf(layout.id_type));
+  const int64_t row_bytes = layout.row_width * static_cast<int64_t>(SizeOf(layout.value_type));
+  auto row_divisor = variable.row_divisors.begin();
+  for (const GradientView& gradient : variable.gradients) {
+    if (gradient.num_ids == 0) continue;
+    std::memcpy(ids, gradient.ids, static_cast<size_t>(gradient.num_ids * id_bytes));
+    ids += gradient.num_ids * id_bytes;
+    // A sum of one term is just its division. All rows at once, unless each has its own divisor.
+    const bool one_divisor = variable.row_divisors.empty();
+    const int64_t num_rows = one_divisor ? gradient.num_ids : 1;
+    const char* from = static_cast<const char*>(gradient.values);
+    for (int64_t i = 0; i < gradient.num_ids; i += num_rows) {
+      SumDense(layout.value_type, {from}, num_rows * layout.row_width,
+               one_divisor ? variable.divisor : *row_divisor++, values);
+      from += num_rows * row_bytes;
+      values += num_rows * row_bytes;
+    }
+  }
 }
 
 GradientBuffer::GradientBuffer(std::vector<VariableLayout> layout, SparseDivisor sparse_divisor)
@@ -135,16 +211,19 @@ Status GradientBuffer::Prepare(const ClosedStep& step, PreparedUpdate* update) c
     PreparedUpdate::Variable& variable = prepared.variables_[v];
     variable.layout = layout_[v];
     variable.divisor = step.divisor;
-    std::vector<const GradientView*> views;
-    for (const auto& gradient : gradients) {
-      views.push_back(&gradient->views[v]);
-      variable.sources.push_back(gradient->views[v].values);
-    }
+    for (const auto& gradient : gradients) variable.gradients.push_back(gradient->views[v]);
     if (!layout_[v].sparse) continue;
-    if (sparse_divisor_ == SparseDivisor::kGradientsWithRow) {
-      variable.divisor = kNumberOfSummedRows;
+    const bool by_row = sparse_divisor_ == SparseDivisor::kGradientsWithRow;
+    if (layout_[v].merge_rows) {
+      if (by_row) variable.divisor = kNumberOfSummedRows;
+      status = OrderRows(layout_[v], variable.gradients, &variable.order);
+      variable.num_rows = variable.order.num_distinct();
+    } else {
+      if (by_row) {
+        status = CountGradientsWithRow(layout_[v], variable.gradients, &variable.row_divisors);
+      }
+      variable.num_rows = CountOccurrences(variable.gradients);
     }
-    status = OrderRows(layout_[v], views, &variable.order);
     if (!status.ok()) return status;
   }
   prepared.owners_.assign(gradients.begin(), gradients.end());

@@ -34,11 +34,13 @@ struct Block {
 // several threads at once.
 class PreparedUpdate {
  public:
-  // Distinct rows of a sparse variable over all gradients of weight 1. 0 for a dense variable.
+  // Rows of a sparse variable over all gradients of weight 1: distinct ones if rows are merged,
+  // else all occurrences. 0 for a dense variable.
   int64_t num_rows(size_t variable) const;
   // Writes the num_elements values of a dense variable, in its value type.
   void WriteDense(size_t variable, void* values) const;
-  // Writes num_rows() ids, ascending, in the layout's id type, and num_rows() * row_width values.
+  // Writes num_rows() ids in the layout's id type and num_rows() * row_width values. Merged rows
+  // ascend; others follow as they are in the gradients, in token-id order, each divided alone.
   void WriteSparse(size_t variable, void* ids, void* values) const;
 
  private:
@@ -46,10 +48,14 @@ class PreparedUpdate {
 
   struct Variable {
     VariableLayout layout;
-    std::vector<const void*> sources;  // Values of the gradients of weight 1, in token-id order.
-    RowOrder order;                    // Sparse: which source has which row.
-    int64_t divisor = 1;               // As SumDense and SumSources take it.
+    std::vector<GradientView> gradients;  // Those of weight 1, in token-id order.
+    int64_t num_rows = 0;
+    RowOrder order;                     // Merged rows: which gradient has which row.
+    int64_t divisor = 1;                // As SumDense and SumSources take it.
+    std::vector<int64_t> row_divisors;  // Rows kept apart: one each, if they are not all `divisor`.
   };
+
+  static void WriteRowsApart(const Variable& variable, char* ids, char* values);
 
   std::vector<Variable> variables_;
   std::vector<std::shared_ptr<const void>> owners_;
@@ -63,7 +69,9 @@ struct BufferStats {
 // How a row of a sparse gradient is averaged.
 enum class SparseDivisor {
   kGradientsPerUpdate,  // The step's divisor: equals synchronous training. The default.
-  kGradientsWithRow,    // The number of gradients of weight 1 that contain the row.
+  // The number of gradients of weight 1 that contain the row, once or more. Where rows are kept
+  // apart each occurrence is divided by it, so that they still add up to the row's merged value.
+  kGradientsWithRow,
 };
 
 // Thread-safe. No method blocks on anything but a short mutex; sums are formed outside it.

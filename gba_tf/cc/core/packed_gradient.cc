@@ -13,7 +13,7 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
               "The format is written as it is in memory");
 
 constexpr uint32_t kMagic = 0x47414247;  // "GBAG"
-constexpr uint32_t kVersion = 1;
+constexpr uint32_t kVersion = 2;
 constexpr size_t kAlignment = 64;
 // No size or offset that is accepted exceeds this multiple of 64, so sums of two cannot overflow.
 constexpr uint64_t kMaxBytes = uint64_t{1} << 62;
@@ -24,6 +24,14 @@ struct Header {
   uint64_t num_variables;
   uint64_t num_bytes;
 };
+
+// Precedes the rows of a sparse variable.
+struct RowInfo {
+  int64_t num_rows;
+  int64_t kind;
+};
+
+int64_t RowKind(const VariableLayout& layout) { return layout.merge_rows ? 0 : 1; }
 
 // Lays out sections one after the other. Once a size is too large, ok() is false for good.
 class SectionCursor {
@@ -93,10 +101,10 @@ Status TooLarge(size_t variable) {
                  "the counts.");
 }
 
-// Adds the rows of a worker's sparse gradient to `order`.
+// Checks the rows of a worker's sparse gradient. Adds those that will be merged to `order`.
 template <typename Id>
-Status AddRows(size_t variable, const VariableLayout& layout, const GradientInput& gradient,
-               RowOrder* order) {
+Status ReadRows(size_t variable, const VariableLayout& layout, const GradientInput& gradient,
+                RowOrder* order) {
   for (int64_t i = 0; i < gradient.num_ids; ++i) {
     const int64_t row = ReadAt<Id>(gradient.ids, static_cast<size_t>(i));
     if (row < 0 || row >= layout.num_rows) {
@@ -104,7 +112,25 @@ Status AddRows(size_t variable, const VariableLayout& layout, const GradientInpu
                                    Text(row) + " at position " + Text(i) +
                                    ". Check the ids that the model looks up.");
     }
-    order->Add(row, i);
+    if (layout.merge_rows) order->Add(row, i);
+  }
+  return Status();
+}
+
+Status CheckRowInfo(size_t variable, const VariableLayout& layout, const RowInfo& row_info) {
+  if (row_info.kind != RowKind(layout)) {
+    return Invalid(variable, "expected row kind " + Text(RowKind(layout)) + ", found " +
+                                 Text(row_info.kind) +
+                                 " (0: merged, 1: kept apart). Worker and parameter server must "
+                                 "agree on merge_rows.");
+  }
+  // Merged rows are distinct; for others the size of the block is the limit.
+  const int64_t max_rows =
+      layout.merge_rows ? layout.num_rows : std::numeric_limits<int64_t>::max();
+  if (row_info.num_rows < 0 || row_info.num_rows > max_rows) {
+    return Invalid(variable, "expected 0 to " + Text(max_rows) + " rows, found " +
+                                 Text(row_info.num_rows) +
+                                 ". Push blocks that GradientPacker wrote.");
   }
   return Status();
 }
@@ -116,12 +142,14 @@ Status CheckIds(size_t variable, const VariableLayout& layout, const GradientVie
   for (int64_t i = 0; i < view.num_ids; ++i) {
     const int64_t row = ReadAt<Id>(view.ids, static_cast<size_t>(i));
     if (row <= previous || row >= layout.num_rows) {
-      return Invalid(variable, "expected row ids ascending, distinct and in [0, " +
-                                   Text(layout.num_rows) + "), found " + Text(row) + " after " +
-                                   Text(previous) + " at position " + Text(i) +
+      return Invalid(variable, std::string("expected row ids ") +
+                                   (layout.merge_rows ? "ascending, distinct and " : "") +
+                                   "in [0, " + Text(layout.num_rows) + "), found " + Text(row) +
+                                   (layout.merge_rows ? " after " + Text(previous) : "") +
+                                   " at position " + Text(i) +
                                    ". Push blocks that GradientPacker wrote.");
     }
-    previous = row;
+    if (layout.merge_rows) previous = row;
   }
   return Status();
 }
@@ -204,17 +232,23 @@ Status GradientPacker::Init(const std::vector<VariableLayout>& layout,
       if (gradient.num_ids > 0 && gradient.ids == nullptr) {
         return Invalid(v, "expected " + Text(gradient.num_ids) + " row ids, found none.");
       }
-      status = sections.order.Init(variable.num_rows, gradient.num_ids, gradient.num_ids);
-      if (!status.ok()) return Invalid(v, status.message());
+      if (variable.merge_rows) {
+        status = sections.order.Init(variable.num_rows, gradient.num_ids, gradient.num_ids);
+        if (!status.ok()) return Invalid(v, status.message());
+      }
       status = variable.id_type == IdType::kInt32
-                   ? AddRows<int32_t>(v, variable, gradient, &sections.order)
-                   : AddRows<int64_t>(v, variable, gradient, &sections.order);
+                   ? ReadRows<int32_t>(v, variable, gradient, &sections.order)
+                   : ReadRows<int64_t>(v, variable, gradient, &sections.order);
       if (!status.ok()) return status;
-      sections.order.Sort();
+      sections.num_rows = gradient.num_ids;
+      if (variable.merge_rows) {
+        sections.order.Sort();
+        sections.num_rows = sections.order.num_distinct();
+      }
       num_values = static_cast<uint64_t>(gradient.num_ids);
-      num_items = static_cast<uint64_t>(sections.order.num_distinct());
+      num_items = static_cast<uint64_t>(sections.num_rows);
       item_bytes *= static_cast<uint64_t>(variable.row_width);
-      sections.count = cursor.Next(1, sizeof(int64_t));
+      sections.row_info = cursor.Next(1, sizeof(RowInfo));
       sections.ids = cursor.Next(num_items, SizeOf(variable.id_type));
     }
     if (num_values > 0 && gradient.values == nullptr) {
@@ -252,14 +286,22 @@ void GradientPacker::Write(void* destination) const {
       written = sections.values + num_bytes;
       continue;
     }
-    const int64_t num_rows = sections.order.num_distinct();
-    std::memcpy(begin_section(sections.count), &num_rows, sizeof(num_rows));
-    written = sections.count + sizeof(num_rows);
+    const RowInfo row_info{sections.num_rows, RowKind(variable)};
+    std::memcpy(begin_section(sections.row_info), &row_info, sizeof(row_info));
+    written = sections.row_info + sizeof(row_info);
+    const size_t num_rows = static_cast<size_t>(sections.num_rows);
+    const size_t ids_bytes = num_rows * SizeOf(variable.id_type);
     char* ids = begin_section(sections.ids);
-    written = sections.ids + static_cast<size_t>(num_rows) * SizeOf(variable.id_type);
+    written = sections.ids + ids_bytes;
+    const size_t values_bytes = num_rows * static_cast<size_t>(variable.row_width) * value_bytes;
     char* values = begin_section(sections.values);
-    written = sections.values + static_cast<size_t>(num_rows * variable.row_width) * value_bytes;
-    SumRepeatedRows(variable, sections.order, gradients_[v].values, ids, values);
+    written = sections.values + values_bytes;
+    if (variable.merge_rows) {
+      SumRepeatedRows(variable, sections.order, gradients_[v].values, ids, values);
+    } else if (num_rows > 0) {
+      std::memcpy(ids, gradients_[v].ids, ids_bytes);
+      std::memcpy(values, gradients_[v].values, values_bytes);
+    }
   }
   begin_section(packed_bytes_);
 }
@@ -279,14 +321,13 @@ Status ParsePackedGradient(const std::vector<VariableLayout>& layout, const void
     uint64_t num_items = static_cast<uint64_t>(variable.num_elements);
     uint64_t item_bytes = SizeOf(variable.value_type);
     if (variable.sparse) {
-      const size_t count = cursor.Next(1, sizeof(int64_t));
+      const size_t row_info_offset = cursor.Next(1, sizeof(RowInfo));
       if (!cursor.ok()) return TooLarge(v);
       if (cursor.end() > num_bytes) return Truncated(v, cursor.end(), num_bytes);
-      view.num_ids = ReadAt<int64_t>(bytes + count, 0);
-      if (view.num_ids < 0 || view.num_ids > variable.num_rows) {
-        return Invalid(v, "expected 0 to " + Text(variable.num_rows) + " rows, found " +
-                              Text(view.num_ids) + ". Push blocks that GradientPacker wrote.");
-      }
+      const RowInfo row_info = ReadAt<RowInfo>(bytes + row_info_offset, 0);
+      status = CheckRowInfo(v, variable, row_info);
+      if (!status.ok()) return status;
+      view.num_ids = row_info.num_rows;
       num_items = static_cast<uint64_t>(view.num_ids);
       item_bytes *= static_cast<uint64_t>(variable.row_width);
       view.ids = bytes + cursor.Next(num_items, SizeOf(variable.id_type));

@@ -75,18 +75,19 @@ class PackGradientOp : public OpKernel {
   explicit PackGradientOp(OpKernelConstruction* c) : OpKernel(c) {
     OP_REQUIRES_OK(c, c->GetAttr("num_rows", &num_rows_));
     OP_REQUIRES_OK(c, c->GetAttr("sparse", &sparse_));
+    OP_REQUIRES_OK(c, c->GetAttr("merge_rows", &merge_rows_));
     std::vector<DataType> value_types, id_types;
     OP_REQUIRES_OK(c, c->GetAttr("value_types", &value_types));
     OP_REQUIRES_OK(c, c->GetAttr("id_types", &id_types));
     const size_t num_sparse = std::count(sparse_.begin(), sparse_.end(), true);
-    OP_REQUIRES(
-        c,
-        num_rows_.size() == value_types.size() && sparse_.size() == value_types.size() &&
-            id_types.size() == num_sparse,
-        tensorflow::errors::InvalidArgument(
-            "Expected num_rows and sparse of ", value_types.size(),
-            " entries and one ids per sparse gradient, found num_rows ", num_rows_.size(),
-            ", sparse ", sparse_.size(), " with ", num_sparse, " true, ids ", id_types.size()));
+    OP_REQUIRES(c,
+                num_rows_.size() == value_types.size() && sparse_.size() == value_types.size() &&
+                    merge_rows_.size() == value_types.size() && id_types.size() == num_sparse,
+                tensorflow::errors::InvalidArgument(
+                    "Expected num_rows, sparse and merge_rows of ", value_types.size(),
+                    " entries and one ids per sparse gradient, found num_rows ", num_rows_.size(),
+                    ", sparse ", sparse_.size(), " with ", num_sparse, " true, merge_rows ",
+                    merge_rows_.size(), ", ids ", id_types.size()));
   }
 
   void Compute(OpKernelContext* c) override {
@@ -109,6 +110,7 @@ class PackGradientOp : public OpKernel {
                       "Expected IndexedSlices with as many values as ids for variable ", i,
                       ", found values of shape ", values.shape().DebugString(),
                       " and ids of shape ", ids.shape().DebugString()));
+      layout[i].merge_rows = merge_rows_[i];
       layout[i].num_rows = num_rows_[i];
       layout[i].row_width = 1;
       for (int d = 1; d < values.dims(); ++d) layout[i].row_width *= values.dim_size(d);
@@ -126,6 +128,7 @@ class PackGradientOp : public OpKernel {
  private:
   std::vector<int64_t> num_rows_;
   std::vector<bool> sparse_;
+  std::vector<bool> merge_rows_;
 };
 REGISTER_KERNEL_BUILDER(Name("GbaPackGradient").Device(DEVICE_CPU), PackGradientOp);
 

@@ -65,16 +65,17 @@ absl::Status BufferLayoutFromAttributes(tensorflow::OpKernelConstruction* constr
                                         std::vector<VariableLayout>* layout) {
   std::vector<DataType> value_types, id_types;
   std::vector<int64_t> num_elements, num_rows, row_widths;
-  std::vector<bool> sparse;
+  std::vector<bool> sparse, merge_rows;
   TF_RETURN_IF_ERROR(construction->GetAttr("value_types", &value_types));
   TF_RETURN_IF_ERROR(construction->GetAttr("id_types", &id_types));
   TF_RETURN_IF_ERROR(construction->GetAttr("num_elements", &num_elements));
   TF_RETURN_IF_ERROR(construction->GetAttr("num_rows", &num_rows));
   TF_RETURN_IF_ERROR(construction->GetAttr("row_widths", &row_widths));
   TF_RETURN_IF_ERROR(construction->GetAttr("sparse", &sparse));
+  TF_RETURN_IF_ERROR(construction->GetAttr("merge_rows", &merge_rows));
   const size_t size = value_types.size();
-  for (const size_t other :
-       {id_types.size(), num_elements.size(), num_rows.size(), row_widths.size(), sparse.size()}) {
+  for (const size_t other : {id_types.size(), num_elements.size(), num_rows.size(),
+                             row_widths.size(), sparse.size(), merge_rows.size()}) {
     if (other != size) {
       return tensorflow::errors::InvalidArgument(
           "Expected one entry per variable in every list attribute, found lists of ", size, " and ",
@@ -90,6 +91,7 @@ absl::Status BufferLayoutFromAttributes(tensorflow::OpKernelConstruction* constr
     variable.num_elements = sparse[i] ? 0 : num_elements[i];
     variable.num_rows = sparse[i] ? num_rows[i] : 0;
     variable.row_width = sparse[i] ? row_widths[i] : 0;
+    variable.merge_rows = !sparse[i] || merge_rows[i];
   }
   return absl::OkStatus();
 }
@@ -97,7 +99,7 @@ absl::Status BufferLayoutFromAttributes(tensorflow::OpKernelConstruction* constr
 bool SameLayout(const std::vector<VariableLayout>& a, const std::vector<VariableLayout>& b) {
   const auto key = [](const VariableLayout& v) {
     return std::make_tuple(v.value_type, v.sparse, v.num_elements, v.num_rows, v.row_width,
-                           v.id_type);
+                           v.id_type, v.merge_rows);
   };
   return std::equal(a.begin(), a.end(), b.begin(), b.end(),
                     [&key](const auto& x, const auto& y) { return key(x) == key(y); });

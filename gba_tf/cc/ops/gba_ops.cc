@@ -55,6 +55,7 @@ REGISTER_OP("GbaGradientBuffer")
     .Attr("num_rows: list(int) >= 0")
     .Attr("row_widths: list(int) >= 0")
     .Attr("sparse: list(bool) >= 0")
+    .Attr("merge_rows: list(bool) >= 0")
     .Attr("sparse_divisor: {'gradients_per_update', 'gradients_with_row'} = 'gradients_per_update'")
     .SetIsStateful()
     .SetShapeFn(ScalarShape)
@@ -71,8 +72,11 @@ num_elements: Elements of a variable; used for dense gradients.
 num_rows: Rows of a variable; used for sparse gradients.
 row_widths: Elements of a row; used for sparse gradients.
 sparse: Whether the gradient is IndexedSlices.
+merge_rows: Whether the occurrences of a row are summed. If not, the update gets all of them, in
+  token-id order, as an optimizer needs that clips before it merges; ignored for dense gradients.
 sparse_divisor: How a row of a sparse gradient is averaged: over all M gradients, which equals
-  synchronous training, or over the gradients that contain the row.
+  synchronous training, or over the gradients that contain the row. Where rows are not merged, each
+  of their occurrences is divided by the same number.
 buffer: Scalar handle.
 )doc");
 
@@ -118,19 +122,22 @@ REGISTER_OP("GbaPackGradient")
     .Attr("id_types: list({int32, int64}) >= 0")
     .Attr("num_rows: list(int) >= 0")
     .Attr("sparse: list(bool) >= 0")
+    .Attr("merge_rows: list(bool) >= 0")
     .SetShapeFn([](InferenceContext* c) {
       c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
       return absl::OkStatus();
     })
     .Doc(R"doc(
 Packs the gradients of one parameter server's variables into one block, so that they travel as one
-message. Repeated rows of a sparse gradient are summed.
+message.
 
 values: One tensor per variable: the dense gradient, or the values of IndexedSlices
   [number of ids, ...].
 ids: One int vector per sparse gradient, in order: the rows, each in [0, num_rows).
 num_rows: Rows of each variable; ignored for dense gradients.
 sparse: Whether each gradient is sparse.
+merge_rows: Whether repeated rows are summed. If not, ids and values are packed as they are, and the
+  buffer must have the same merge_rows; ignored for dense gradients.
 block: uint8 vector, see gba_tf/cc/core/packed_gradient.h.
 )doc");
 
@@ -202,9 +209,9 @@ shared_state: string[steps of the decision, s]: the serialized state that all pa
 captured: What `update` captures: variable handles of this task.
 shared_state_out: The same for the other tasks; empty where this task does not own the state or where
   nobody needs it any more.
-update: Takes the gradients (dense: flat values [num_elements]; sparse: ids [rows], then values
-  [rows, row_width]) of every variable, then s serialized tensors, then `captured`. Returns the
-  serialized shared state, one string scalar each.
+update: Takes the gradients (dense: flat values [num_elements]; sparse: ids [rows], which repeat
+  where rows are not merged, then values [rows, row_width]) of every variable, then s serialized
+  tensors, then `captured`. Returns the serialized shared state, one string scalar each.
 )doc");
 
 REGISTER_OP("GbaInspectUpdate")
