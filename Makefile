@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 MODEL ?= deepfm
-MODEL_DIR ?= build/train
+# Of `make train`; empty is a new folder in runs/ each time.
+MODEL_DIR ?=
 TENSORFLOW = tensorflow>=2.20,<2.22
 BIN = $(VENV)/bin
 CC_SOURCES = $(wildcard gba_tf/cc/*/*.cc gba_tf/cc/*/*.h)
@@ -23,7 +24,7 @@ $(VENV)/.installed: $(VENV)/.created setup.py pyproject.toml $(CC_SOURCES)
 	touch $@
 
 train: $(VENV)/.installed
-	$(BIN)/python scripts/train.py --strategy=gba --model=$(MODEL) --model_dir=$(MODEL_DIR) --overwrite
+	$(BIN)/python scripts/train.py --strategy=gba --model=$(MODEL) $(if $(MODEL_DIR),--model_dir=$(MODEL_DIR))
 
 test: test-cc test-python
 

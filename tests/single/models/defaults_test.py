@@ -49,7 +49,8 @@ def test_deepfm_on_criteo_is_as_good_as_hashed_logistic_regression():
     model.compile(optimizer=optimizer)
     blocks = Blocks(len(dataset.train), settings.global_batch_size, seed=1)
     for epoch in range(settings.epochs):
-        order = np.concatenate([blocks.indices(epoch, i) for i in range(blocks.num_blocks)])
+        first = epoch * blocks.num_blocks
+        order = np.concatenate([blocks.indices_at(first + i) for i in range(blocks.num_blocks)])
         train = dataset.train.take(order)
         data = tf.data.Dataset.from_tensor_slices((dict(train.columns), train.labels))
         model.fit(data.batch(settings.global_batch_size), verbose=0)
