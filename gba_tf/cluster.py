@@ -33,7 +33,7 @@ _POLL_SECONDS = 0.1
 _REPLY_SECONDS = 0.3
 # How long the chief waits for an answer: dead tasks give none. One that never connected to the
 # others may be ahead of them, and has to wait until they have started.
-_ANSWER_SECONDS = 2.0
+_ANSWER_SECONDS = 5.0
 _START_SECONDS = 10.0
 # The chief is let go first: TensorFlow releases what the chief has on the others while it ends, and
 # complains for each piece that it cannot reach; and whoever watches the tasks of a chief that fails
@@ -130,7 +130,7 @@ def shutdown_cluster(
       config: The configuration of the chief.
       status: Exit code of the other tasks: 0, or 1 if training failed. Default: 0.
       message: The reason, which the other tasks show if `status` is not 0.
-      timeout_seconds: How long to wait for an answer; dead tasks give none. Default: 2, but 10 if
+      timeout_seconds: How long to wait for an answer; dead tasks give none. Default: 5, but 10 if
         this chief never connected to the others, which may still be starting then.
 
     Returns:
