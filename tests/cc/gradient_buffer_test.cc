@@ -153,15 +153,16 @@ TEST(RowsKeptApartCanBeDividedByTheGradientsThatContainThem) {
   EXPECT_OK(buffer.Push(0, Pack(layout, {Rows(Ids{7, 3, 7}, Floats{10, 12, 20, 22, 30, 32})})));
   EXPECT_OK(buffer.Push(1, Pack(layout, {Rows(Ids{3, 0, 0}, Floats{40, 42, 50, 52, 60, 62})})));
   EXPECT_OK(buffer.Push(2, Pack(layout, {Rows(Ids{0}, Floats{600, 600})})));
-  EXPECT_OK(buffer.Push(3, Pack(layout, {Rows(Ids{3}, Floats{3, 6})})));
+  EXPECT_OK(buffer.Push(3, Pack(layout, {Rows(Ids{3, 4}, Floats{3, 6, 8, 9})})));
   PreparedUpdate prepared;
   ASSERT_OK(buffer.Prepare(Step({0, 1, 2, 3}, {1, 1, 0, 1}, 4), &prepared));
   const auto [ids, values] = WriteRows<int32_t, float>(prepared, 2);
-  EXPECT_EQ(ids, (Ids{7, 3, 7, 3, 0, 0, 3}));
-  // Row 7 is in one gradient, twice; row 3 in three; row 0, of weight 1, in one, twice.
+  EXPECT_EQ(ids, (Ids{7, 3, 7, 3, 0, 0, 3, 4}));
+  // Row 7 is in one gradient, twice; row 3 in three; row 0, of weight 1, in one, twice;
+  // row 4 in one.
   const float third = 20.0f / 3;
   EXPECT_EQ(values,
-            (Floats{10, 12, third, 22.0f / 3, 30, 32, 40.0f / 3, 14, 50, 52, 60, 62, 1, 2}));
+            (Floats{10, 12, third, 22.0f / 3, 30, 32, 40.0f / 3, 14, 50, 52, 60, 62, 1, 2, 8, 9}));
 }
 
 TEST(ManyRowsKeptApartMatchAPlainLoop) {
