@@ -15,18 +15,11 @@ def require() -> None:
     """
     import tensorflow as tf
 
-    loaded = getattr(tf.keras, "_tfll_keras_version", None)
-    if loaded is None and os.environ.get(SETTING) not in _TRUE:
+    if not _is_loaded() and os.environ.get(SETTING) not in _TRUE:
         raise ImportError(
             f"gba_tf: expected {SETTING}=1 in the environment, found"
             f" {SETTING}={os.environ.get(SETTING)!r}: Keras 3 has no parameter-server training."
             f" Unset it or set {SETTING}=1."
-        )
-    if loaded in ("keras_3", "keras_2"):
-        raise ImportError(
-            f"gba_tf: expected tf.keras to be tf-keras (Keras 2), found {loaded.replace('_', ' ')}"
-            " already loaded: it has no parameter-server training. Put `import gba_tf` before the"
-            f" first use of tensorflow.keras, or set {SETTING}=1 in the environment."
         )
     try:
         import tf_keras  # noqa: F401
@@ -35,4 +28,20 @@ def require() -> None:
             "gba_tf: expected the package tf-keras, of the same version as TensorFlow"
             f" {tf.__version__}, found: {error}. Run pip install 'tf-keras~={tf.__version__}'."
         ) from error
-    _ = tf.keras.Model  # Settles the choice for the rest of the process.
+    package = tf.keras.Model.__module__.split(".")[0]
+    if package != "tf_keras":
+        raise ImportError(
+            f"gba_tf: expected tf.keras to be tf-keras (Keras 2), found that {package}"
+            f" {getattr(tf.keras, '__version__', '?')} is already loaded, which has no parameter-server training."
+            " Put `import gba_tf` before the first use of tensorflow.keras, or set"
+            f" {SETTING}=1 in the environment."
+        )
+
+
+def _is_loaded() -> bool:
+    """Whether tf.keras was used before: it is a lazy loader until then."""
+    import tensorflow as tf
+
+    return type(tf.__dict__.get("keras")).__name__ != "KerasLazyLoader" or getattr(
+        tf.keras, "_tfll_initialized", True
+    )
