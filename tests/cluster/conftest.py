@@ -22,16 +22,22 @@ class TestCluster:
     """Worker and parameter server processes on loopback.
 
     Several strategies can be made on it, one after the other, each on its first workers and
-    parameter servers: making one ends the use of the one before.
+    parameter servers. Making one ends the use of the one before.
+
+    Attributes:
+      processes: The LocalCluster.
+      latest_strategy: The one that can be used, unless another cluster has been used since.
     """
 
     __test__ = False
+    _coordinator = None  # Of the latest strategy of all clusters.
 
     def __init__(self, processes: LocalCluster, num_workers: int, num_ps: int):
         self.processes = processes
         self._num_workers = num_workers
         self._num_ps = num_ps
         self._chief_ports: list[socket.socket] = []
+        self.latest_strategy = None
 
     def strategy(
         self,
@@ -56,14 +62,15 @@ class TestCluster:
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(spec), task_type="chief", task_id=0, rpc_layer="grpc"
         )
-        _stop_coordinators()
+        self.end_strategy()
         strategy = gba_tf.GBAStrategy(
             resolver,
             global_batch_size=global_batch_size,
             local_batch_size=local_batch_size,
             **kwargs,
         )
-        _COORDINATORS.append(tf.distribute.coordinator.ClusterCoordinator(strategy))
+        TestCluster._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+        self.latest_strategy = strategy
         return strategy
 
     def wait_until_serving(self, task: str, times: int = 1) -> None:
@@ -83,36 +90,42 @@ class TestCluster:
         self._chief_ports.append(reserved)
         return f"127.0.0.1:{reserved.getsockname()[1]}"
 
+    @staticmethod
+    def end_strategy() -> None:
+        """Ends the latest strategy's threads, which must not use what a new one reconnects.
+
+        All workers have to live: the threads reconnect those that died before they end.
+        """
+        if TestCluster._coordinator is None:
+            return
+        coordination = TestCluster._coordinator._cluster
+        TestCluster._coordinator = None
+        deadline = time.monotonic() + START_SECONDS
+        while any(worker._is_dead_with_error for worker in coordination.workers):
+            assert time.monotonic() < deadline, "a dead worker was not restarted"
+            time.sleep(0.05)
+        coordination.stop()
+        for thread in threading.enumerate():
+            if thread.name.startswith(("WorkerClosureProcessingLoop", "WorkerPreemptionHandler")):
+                thread.join(START_SECONDS)
+                assert not thread.is_alive(), f"{thread.name} does not end"
+
     def close(self) -> None:
+        self.end_strategy()
         self.processes.close()
         for reserved in self._chief_ports:
             reserved.close()
 
 
 _LIVING: list[TestCluster] = []
-_COORDINATORS: list = []
-
-
-def _stop_coordinators() -> None:
-    """Ends the threads of earlier strategies: none of them may use what a new one reconnects."""
-    for coordinator in _COORDINATORS:
-        coordinator._cluster.stop()
-        failures = coordinator._cluster.failure_handler
-        with failures._cluster_update_lock:
-            failures._worker_up_cond.notify_all()  # They wait for a dead worker, for an hour.
-    for thread in threading.enumerate():
-        if thread.name.startswith(("WorkerClosureProcessingLoop", "WorkerPreemptionHandler")):
-            thread.join(START_SECONDS)
-            assert not thread.is_alive(), thread.name
-    _COORDINATORS.clear()
 
 
 @contextlib.contextmanager
-def _running_cluster(log_dir, num_workers, num_ps, op_libraries=(), env=None):
+def _running_cluster(log_dir, num_workers, num_ps, op_libraries=()):
     command = [sys.executable, str(SERVE_TASK), *map(str, op_libraries)]
     # The servers load the gba_tf that the chief has loaded, installed or not.
     python_path = [str(pathlib.Path(gba_tf.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    env = {"PYTHONPATH": os.pathsep.join(filter(None, python_path)), **(env or {})}
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, python_path))}
     processes = LocalCluster(command, num_workers, num_ps, log_dir=log_dir, env=env)
     cluster = TestCluster(processes, num_workers, num_ps)
     _LIVING.append(cluster)
@@ -133,16 +146,14 @@ def cluster(tmp_path_factory):
         yield running
 
 
-@pytest.fixture
-def start_cluster(tmp_path):
-    """Starts a cluster of the test's own: start_cluster(num_workers, num_ps, op_libraries, env)."""
+@pytest.fixture(scope="module")
+def start_cluster(tmp_path_factory):
+    """Starts a cluster of the module's own: start_cluster(num_workers, num_ps, op_libraries)."""
     with contextlib.ExitStack() as stack:
 
-        def start(num_workers, num_ps, op_libraries=(), env=None):
-            log_dir = tmp_path / f"cluster-{len(_LIVING)}"
-            return stack.enter_context(
-                _running_cluster(log_dir, num_workers, num_ps, op_libraries, env)
-            )
+        def start(num_workers, num_ps, op_libraries=()):
+            log_dir = tmp_path_factory.mktemp("cluster")
+            return stack.enter_context(_running_cluster(log_dir, num_workers, num_ps, op_libraries))
 
         yield start
 
