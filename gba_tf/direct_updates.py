@@ -2,7 +2,14 @@
 
 import tensorflow as tf
 
-_READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShape")
+# What an update changes it may change: GbaApplyUpdate is the way through the buffer.
+_ALLOWED = (
+    "ReadVariableOp",
+    "ResourceGather",
+    "ResourceGatherNd",
+    "VariableShape",
+    "GbaApplyUpdate",
+)
 # Ops that change a variable by their first resource input.
 _WRITE_PREFIXES = ("Assign", "Resource", "ScatterNd", "Stateful")
 # Named like one, but what it does is up to the function that it calls.
@@ -27,7 +34,7 @@ def refuse(graph: tf.Graph, guarded: dict[int, tf.Variable]) -> None:
     }
     for op in graph.get_operations():
         written = [captured[id(tensor)] for tensor in op.inputs if id(tensor) in captured]
-        if not written or op.type in _READS:
+        if not written or op.type in _ALLOWED:
             continue
         if _writes(op.type) or _function_writes(graph, op, captured):
             raise RuntimeError(
@@ -71,7 +78,7 @@ def _definition_writes(graph: tf.Graph, name: str, positions: set[int]) -> bool:
     watched = {arguments[position] for position in positions if position < len(arguments)}
     for node in definition.node_def:
         inputs = [i for i, value in enumerate(node.input) if value in watched]
-        if not inputs or node.op in _READS:
+        if not inputs or node.op in _ALLOWED:
             continue
         if _writes(node.op):
             return True

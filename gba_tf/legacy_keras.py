@@ -33,8 +33,8 @@ def require() -> None:
         raise ImportError(
             f"gba_tf: expected tf.keras to be tf-keras (Keras 2), found that {package}"
             f" {getattr(tf.keras, '__version__', '?')} is already loaded, which has no"
-            " parameter-server training. Put `import gba_tf` before the first use of tensorflow.keras, or set"
-            f" {SETTING}=1 in the environment."
+            " parameter-server training. Put `import gba_tf` before the first use of"
+            f" tensorflow.keras, or set {SETTING}=1 in the environment."
         )
 
 

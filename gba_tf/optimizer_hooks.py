@@ -8,6 +8,7 @@ worker's step of a GBAStrategy.
 
 import contextlib
 import functools
+import inspect
 
 import tensorflow as tf
 
@@ -30,21 +31,43 @@ def install() -> None:
         loss_scale_optimizer.LossScaleOptimizerV3,
     ):
         optimizer_class.apply_gradients = _recording(optimizer_class.apply_gradients)
+    for scaling_class in (
+        loss_scale_optimizer.LossScaleOptimizer,
+        loss_scale_optimizer.LossScaleOptimizerV3,
+    ):
+        scaling_class.loss_scale = _read_once_per_step(scaling_class.loss_scale)
     loss_scale_optimizer.strategy_supports_loss_scaling = _supporting_gba(
         loss_scale_optimizer.strategy_supports_loss_scaling
     )
 
 
 def _recording(apply_gradients):
+    signature = inspect.signature(apply_gradients)
+
     @functools.wraps(apply_gradients)
     def record_or_apply(self, grads_and_vars, *args, **kwargs):
         context = gba_context()
         if context is None:
             return apply_gradients(self, grads_and_vars, *args, **kwargs)
-        return _record(context, self, list(grads_and_vars), *args, **kwargs)
+        options = signature.bind(self, grads_and_vars, *args, **kwargs).arguments
+        options.update(options.pop("kwargs", {}))
+        del options["self"], options["grads_and_vars"]
+        return _record(context, self, list(grads_and_vars), options)
 
     setattr(record_or_apply, _HOOKED, True)
     return record_or_apply
+
+
+def _read_once_per_step(loss_scale: property) -> property:
+    # The loss is multiplied and the gradient divided by it, and another worker's update may change
+    # it in between.
+    def read(self):
+        context = gba_context()
+        if context is None or context.record is None:
+            return loss_scale.fget(self)
+        return context.record.read_once(self, lambda: loss_scale.fget(self))
+
+    return property(read, doc=loss_scale.__doc__)
 
 
 def _supporting_gba(strategy_supports_loss_scaling):
@@ -70,7 +93,7 @@ def gba_context():
     return context if isinstance(context, GBAReplicaContext) else None
 
 
-def _record(context, optimizer, grads_and_vars, *args, **kwargs):
+def _record(context, optimizer, grads_and_vars, options: dict):
     name = type(optimizer).__name__
     if not getattr(type(optimizer).apply_gradients, _HOOKED, False):
         raise NotImplementedError(
@@ -78,14 +101,19 @@ def _record(context, optimizer, grads_and_vars, *args, **kwargs):
             " and what after aggregation. Expected an optimizer of tf.keras.optimizers or"
             " tf.keras.optimizers.legacy, or a subclass that overrides update_step() only."
         )
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if type(inner).__name__ == "Nadam" and not hasattr(inner, "_create_all_weights"):
+        raise NotImplementedError(
+            "tf.keras.optimizers.Nadam counts its steps in Python while it is traced, so its"
+            " momentum schedule would stand still. Use tf.keras.optimizers.legacy.Nadam, Adam or"
+            " AdamW."
+        )
     if context.record is None:
         raise RuntimeError(
             f"{name}.apply_gradients() was called eagerly under GBAStrategy: expected it inside a"
             " tf.function that ClusterCoordinator.schedule() sends to a worker."
         )
-    if args:
-        kwargs["name"] = args[0]
-    if kwargs.get("skip_gradients_aggregation") or not kwargs.get(
+    if options.get("skip_gradients_aggregation") or not options.get(
         "experimental_aggregate_gradients", True
     ):
         raise NotImplementedError(
@@ -106,7 +134,7 @@ def _record(context, optimizer, grads_and_vars, *args, **kwargs):
             optimizer=optimizer,
             variables=[variable for _, variable in gradients],
             gradients=[gradient for gradient, _ in gradients],
-            options=kwargs,
+            options=options,
         )
     )
     return optimizer.iterations

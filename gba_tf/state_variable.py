@@ -43,13 +43,3 @@ def _record():
 
     context = gba_context()
     return context.record if context is not None else None
-
-
-def is_moved_by_forward_pass(dtype, trainable, aggregation) -> bool:
-    """Whether a variable created with these arguments has to be a StateVariable."""
-    return (
-        not trainable
-        and aggregation == tf.VariableAggregation.MEAN
-        and dtype is not None
-        and tf.as_dtype(dtype).is_floating
-    )

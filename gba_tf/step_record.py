@@ -1,6 +1,7 @@
 """What one step hands to its optimizers: recorded while the step is traced."""
 
 import dataclasses
+from collections.abc import Callable
 
 import tensorflow as tf
 
@@ -30,6 +31,7 @@ class StepRecord:
         self.graph: tf.Graph | None = None
         self.calls: list[OptimizerCall] = []
         self.state_deltas: list[StateDelta] = []
+        self._read: dict[int, tf.Tensor] = {}
 
     @property
     def trains(self) -> bool:
@@ -43,6 +45,13 @@ class StepRecord:
     def gradients(self) -> list[tf.Tensor | tf.IndexedSlices]:
         gradients = [gradient for call in self.calls for gradient in call.gradients]
         return gradients + [state.delta for state in self.state_deltas]
+
+    def read_once(self, owner: object, read: Callable[[], tf.Tensor]) -> tf.Tensor:
+        """The value that `owner` had at its first read in this step."""
+        if id(owner) not in self._read:
+            with self.graph.as_default():
+                self._read[id(owner)] = read()
+        return self._read[id(owner)]
 
     def add_call(self, call: OptimizerCall) -> None:
         """Raises RuntimeError where one token cannot stand for this call."""
@@ -64,8 +73,15 @@ class StepRecord:
         self.calls.append(call)
 
     def add_state_delta(self, state: StateDelta) -> None:
-        """Raises RuntimeError inside a condition or loop."""
+        """Raises RuntimeError inside a condition or loop, and for a second change."""
         self._require_top_level(f"The assignment to {state.variable.name}")
+        if any(state.variable is other.variable for other in self.state_deltas):
+            raise RuntimeError(
+                f"{state.variable.name} is changed twice in one strategy.run(), for example by a"
+                " layer that is called twice: the second change would be computed from the value"
+                " before the first. Use a layer of its own for each call, or a layer without"
+                " moving statistics."
+            )
         self.state_deltas.append(state)
 
     def _require_top_level(self, what: str) -> None:

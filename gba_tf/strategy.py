@@ -1,8 +1,6 @@
 """[1] GBAStrategy: places variables, and creates the token server and the gradient buffers."""
 
 import atexit
-import contextlib
-import functools
 import itertools
 import threading
 import uuid
@@ -18,13 +16,13 @@ from tensorflow.python.distribute import (
 from tensorflow.python.distribute.coordinator import cluster_coordinator
 from tensorflow.python.framework import ops
 
-from gba_tf import input_data, legacy_keras, optimizer_hooks, training
+from gba_tf import coordination, input_data, legacy_keras, optimizer_hooks, training
 from gba_tf.apply import UpdateGroup
 from gba_tf.config import DEFAULT_STALENESS_TOLERANCE, GBAConfig, SparseDivisor
 from gba_tf.ops import library
 from gba_tf.ops.token_server import TokenStats
 from gba_tf.placement import BalancedPlacement, ps_device
-from gba_tf.state_variable import StateVariable, is_moved_by_forward_pass
+from gba_tf.state_variable import StateVariable
 
 # One process is one run: parameter servers release what they hold of earlier runs.
 _RUN_ID = uuid.uuid4().hex
@@ -110,7 +108,8 @@ class GBAStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
         self._name = uuid.uuid4().hex
         coordinator = cluster_coordinator.ClusterCoordinator(self)
         input_data.share_datasets(coordinator, self.extended._num_workers)
-        _report_dead_workers(coordinator, self._give_up)
+        coordination.report_dead_workers(coordinator, self._give_up)
+        coordination.check_steps(coordinator, self.extended.guarded_variables)
         atexit.register(_call_if_alive, weakref.WeakMethod(self._warn_of_leftovers))
 
     def update_group(self, record) -> UpdateGroup:
@@ -118,6 +117,7 @@ class GBAStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
         key = UpdateGroup.key(record)
         with self._groups_lock:
             if key not in self._groups:
+                self._refuse_leftovers_of(record)
                 name = f"{self._name}/{next(self._group_numbers)}"
                 num_ps = self.extended._num_ps
                 with tf.init_scope():
@@ -157,9 +157,10 @@ class GBAStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
         """Ends training: applies what is left in the buffers, divided by its own number.
 
         Fewer than G / B gradients can be left when training ends. They are kept, and the next fit()
-        goes on with them, until this is called; the update it makes counts as a global step. Call
-        it when no step is scheduled, e.g. after fit().
+        goes on with them, until this is called; the update it makes counts as a global step. Waits
+        for steps that are scheduled.
         """
+        self._cluster_coordinator.join()
         for group in self._all_groups():
             # Nothing is scheduled: what is still out belongs to workers that died.
             for worker_task in range(self.extended._num_workers):
@@ -173,6 +174,21 @@ class GBAStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
     def _all_groups(self) -> list[UpdateGroup]:
         with self._groups_lock:
             return list(self._groups.values())
+
+    def _refuse_leftovers_of(self, record) -> None:
+        """An optimizer that goes on with other variables must not leave gradients behind."""
+        optimizers = [call.optimizer for call in record.calls]
+        for group in self._groups.values():
+            if not any(mine is theirs for mine in optimizers for theirs in group.optimizers):
+                continue
+            with tf.init_scope():
+                left = group.stats().buffered
+            if left:
+                raise RuntimeError(
+                    f"{type(group.optimizers[0]).__name__} is to train other variables than before,"
+                    f" while {left} gradients of the earlier ones wait for an update. Call"
+                    " strategy.flush() first, or use an optimizer for each set of variables."
+                )
 
     def _give_up(self, worker_task: int) -> None:
         for group in self._all_groups():
@@ -213,21 +229,19 @@ class GBAExtended(parameter_server_strategy_v2.ParameterServerStrategyV2Extended
         creator = super()._create_var_creator(next_creator, **kwargs)
         trainable = kwargs.get("trainable")
         trainable = True if trainable is None else trainable
-        moved = is_moved_by_forward_pass(kwargs.get("dtype"), trainable, kwargs.get("aggregation"))
-        unaggregated = kwargs.get("aggregation") in (None, tf.VariableAggregation.NONE)
+        aggregation = kwargs.get("aggregation")
 
         def create(**kwargs):
             variable = creator(**kwargs)
-            if moved:
-                variable = StateVariable(
-                    self._container_strategy(), variable, tf.VariableAggregation.MEAN
-                )
             # Integers count things (Keras' train counter); they are not trained.
             if not variable.dtype.is_floating:
                 return variable
-            if moved or trainable:
+            if trainable:
                 self.guarded_variables[id(variable.handle)] = variable
-            elif unaggregated:
+            elif aggregation == tf.VariableAggregation.MEAN:
+                variable = StateVariable(self._container_strategy(), variable, aggregation)
+                self.guarded_variables[id(variable.handle)] = variable
+            elif aggregation != tf.VariableAggregation.SUM:  # Metrics add up whenever they like.
                 self.unaggregated_state[id(variable.handle)] = variable
             return variable
 
@@ -280,29 +294,3 @@ def _call_if_alive(method: weakref.WeakMethod) -> None:
     bound = method()
     if bound is not None:
         bound()
-
-
-def _report_dead_workers(coordinator, give_up) -> None:
-    """Calls give_up(task index) as soon as the coordinator finds a worker dead."""
-    handler = coordinator._cluster.failure_handler
-    wait_on_failure = handler.wait_on_failure
-
-    @contextlib.contextmanager
-    @functools.wraps(wait_on_failure)
-    def wait_and_report(on_failure_fn=None, worker_device_name="(unknown)", **kwargs):
-        def on_failure(error):
-            task = tf.DeviceSpec.from_string(worker_device_name).task
-            logging.warning("Worker %s died; its token is given up.", worker_device_name)
-            try:
-                give_up(task)
-            except tf.errors.OpError as give_up_error:
-                logging.error("Could not give up the token of worker %d: %s", task, give_up_error)
-            if on_failure_fn is not None:
-                on_failure_fn(error)
-
-        with wait_on_failure(
-            on_failure_fn=on_failure, worker_device_name=worker_device_name, **kwargs
-        ):
-            yield
-
-    handler.wait_on_failure = wait_and_report

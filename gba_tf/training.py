@@ -75,15 +75,29 @@ def run_step(strategy, fn, args, kwargs):
         {},
     )
     if not record.trains:
+        _refuse_state_without_training(record)
         flat_outputs, _ = gradient_function()
         return outputs.pack(flat_outputs)
     group = strategy.update_group(record)
-    token_id = group.token_server.take(token_server.worker_identity())
+    # Not before the batch is there: waiting for data must not make a gradient stale.
+    batch = [t for t in tf.nest.flatten((args, kwargs), expand_composites=True) if tf.is_tensor(t)]
+    with tf.control_dependencies(batch):
+        token_id = group.token_server.take(token_server.worker_identity())
     # Parameters are read, and batch statistics computed, only after the token is taken.
     with tf.control_dependencies([token_id]):
         flat_outputs, gradients = gradient_function()
     _push_and_commit(group, token_id, gradients)
     return outputs.pack(flat_outputs)
+
+
+def _refuse_state_without_training(record: StepRecord) -> None:
+    if record.state_deltas:
+        names = [state.variable.name for state in record.state_deltas]
+        raise RuntimeError(
+            f"{names} are changed in a strategy.run() that hands no gradient to an optimizer:"
+            " such state advances with the updates of a training step only. Change it outside"
+            " strategy.run(), on the chief."
+        )
 
 
 def _push_and_commit(group, token_id, gradients) -> None:

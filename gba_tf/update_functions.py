@@ -70,7 +70,7 @@ def trace(
     Raises:
       NotImplementedError: An optimizer needs more of another task than can be shared.
     """
-    _refuse_what_needs_whole_variables(calls)
+    _refuse_what_needs_whole_variables(calls, len(shards))
     reports = 0
     if len(shards) > 1 and any(whole_gradient.is_needed(call.optimizer) for call in calls):
         reports = len(shards)
@@ -89,15 +89,33 @@ def trace(
             shard.captured = _with_mirrors(shard, shared)
 
 
-def _refuse_what_needs_whole_variables(calls: list[OptimizerCall]) -> None:
+def _refuse_what_needs_whole_variables(calls: list[OptimizerCall], num_tasks: int) -> None:
     for call in calls:
         inner = getattr(call.optimizer, "inner_optimizer", call.optimizer)
+        name = type(inner).__name__
         sharded = [v.name for v in call.variables if hasattr(v, "_sharded_container")]
         if sharded and getattr(inner, "clipnorm", None) is not None:
             raise NotImplementedError(
-                f"{type(inner).__name__}(clipnorm=...) needs the whole gradient of each variable,"
+                f"{name}(clipnorm=...) needs the whole gradient of each variable,"
                 f" and {sharded[0]} is one of several shards. Use global_clipnorm, clipvalue (per"
                 " element), or no variable_partitioner."
+            )
+        if name == "Adafactor" and (sharded or num_tasks > 1):
+            raise NotImplementedError(
+                "Adafactor scales by the whole of each variable and shares more than scalars"
+                " between variables. Use one parameter server task and no variable_partitioner, or"
+                " another optimizer."
+            )
+        if name == "Nadam" and num_tasks > 1:
+            raise NotImplementedError(
+                f"Nadam keeps a momentum schedule for all variables, and they are on {num_tasks}"
+                " parameter server tasks. Use one task, or Adam or AdamW."
+            )
+        if getattr(inner, "gradient_transformers", None) and (sharded or num_tasks > 1):
+            raise NotImplementedError(
+                f"{name}(gradient_transformers=...) may need all gradients at once, and they are on"
+                f" {num_tasks} parameter server tasks or split into shards. Use clipnorm,"
+                " global_clipnorm or clipvalue, or one task and no variable_partitioner."
             )
 
 
@@ -174,8 +192,7 @@ def _parse_reports(serialized: Sequence[tf.Tensor], num_calls: int) -> list[tf.T
 def _apply_gradients(call: OptimizerCall, own, whole) -> None:
     optimizer = call.optimizer
     if not own:
-        # Nothing to update on this task, but k counts all the same.
-        optimizer.iterations.assign_add(1)
+        _advance_without_variables(optimizer, whole)
         return
     gradients, variables = zip(*own, strict=True)
     if whole is None:
@@ -210,6 +227,16 @@ def _with_mirrors(shard: Shard, shared: list[tf.Variable]) -> list[tf.Tensor]:
         id(variable.handle): mirror.handle for variable, mirror in zip(shared, mirrors, strict=True)
     }
     return [replacement.get(id(tensor), tensor) for tensor in shard.update.captured_inputs]
+
+
+def _advance_without_variables(optimizer, whole) -> None:
+    """Moves the optimizer's shared state where it has no variable on this task: k counts too."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if hasattr(inner, "_compute_current_learning_rate"):
+        inner._compute_current_learning_rate()
+    if getattr(optimizer, "dynamic", False):
+        optimizer._loss_scale.update([whole.zero_if_finite()])
+    optimizer.iterations.assign_add(1)
 
 
 def _shared_variable(calls: list[OptimizerCall], handle: tf.Tensor, task: int) -> tf.Variable:

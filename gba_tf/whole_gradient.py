@@ -70,6 +70,10 @@ class WholeGradient:
         finally:
             setattr(inner, name, clipnorm)
 
+    def zero_if_finite(self) -> tf.Tensor:
+        """A gradient for nobody: 0, or NaN if any gradient is not finite."""
+        return self._not_finite_if_any_is_not(tf.zeros([]))
+
     def _not_finite_if_any_is_not(self, gradient: Gradient) -> Gradient:
         values = _values(gradient)
         values = tf.where(self._is_finite, values, tf.constant(float("nan"), values.dtype))

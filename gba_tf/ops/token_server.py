@@ -135,4 +135,4 @@ class TokenServer:
 def worker_identity() -> tf.Tensor:
     """int64[2]: task index and process incarnation of the worker that runs the op."""
     with tf.device("/device:CPU:0"):
-        return library.load().gba_worker_identity()
+        return library.load().gba_worker_identity().worker

@@ -201,3 +201,79 @@ def test_a_model_made_outside_of_the_scope(strategy):
     training = Training(strategy)
     with pytest.raises(ValueError, match="created in this tf.distribute.Strategy.scope"):
         training.run(lambda: optimizer.apply_gradients([(tf.ones([1]), w)]))
+
+
+def test_an_update_outside_of_strategy_run(training, strategy):
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    step = tf.function(lambda: training.v.assign_sub([1.0]))
+    with pytest.raises(RuntimeError, match="Variable v:0 is changed by the op .* in the step"):
+        coordinator.schedule(step)
+    coordinator.join()
+
+
+def test_a_step_that_the_chief_runs_itself(strategy):
+    training = Training(strategy)
+    with pytest.raises(
+        tf.errors.FailedPreconditionError, match="Expected a training step to run on a worker"
+    ):
+        tf.function(lambda: strategy.run(training.apply))()
+    assert strategy.stats(training.optimizer).issued == 0
+    assert training.w.numpy().tolist() == [1.0, 2.0]
+
+
+def test_skipping_aggregation_by_a_positional_argument(training):
+    gradients_and_variables = lambda: [(training.gradient(), training.w)]  # noqa: E731
+    with pytest.raises(NotImplementedError, match="told to skip aggregation"):
+        training.run(
+            lambda: training.optimizer.apply_gradients(gradients_and_variables(), None, True)
+        )
+
+
+def test_nadam_which_counts_in_python(training, strategy):
+    with strategy.scope():
+        nadam = keras.optimizers.Nadam()
+    with pytest.raises(NotImplementedError, match="Nadam counts its steps in Python"):
+        training.run(lambda: training.apply(nadam))
+
+
+def test_state_whose_changes_cannot_be_averaged(training, strategy):
+    with strategy.scope():
+        state = tf.Variable(
+            [0.0],
+            trainable=False,
+            name="state",
+            aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+        )
+
+    def step():
+        state.assign_add([1.0])
+        training.apply()
+
+    with pytest.raises(RuntimeError, match="Variable state:0 is changed"):
+        training.run(step)
+
+
+@pytest.fixture
+def moving_state(strategy):
+    with strategy.scope():
+        # Without a dtype: only the variable itself knows that it is a float.
+        state = tf.Variable(
+            tf.zeros([1]), trainable=False, name="s", aggregation=tf.VariableAggregation.MEAN
+        )
+    yield state
+    assert state.numpy().tolist() == [0.0]
+
+
+def test_state_that_is_changed_twice_in_a_step(training, moving_state):
+    def step():
+        moving_state.assign([3.0])
+        moving_state.assign([5.0])
+        training.apply()
+
+    with pytest.raises(RuntimeError, match="s:0 is changed twice in one strategy.run"):
+        training.run(step)
+
+
+def test_state_that_is_changed_without_training(training, moving_state):
+    with pytest.raises(RuntimeError, match=r"\['s:0'\] are changed in a strategy.run\(\) that"):
+        training.run(lambda: moving_state.assign([77.0]))

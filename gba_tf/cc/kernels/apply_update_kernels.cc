@@ -80,10 +80,23 @@ class StepsJob : public std::enable_shared_from_this<StepsJob> {
     auto results = std::make_shared<std::vector<Tensor>>();
     library_->Run(options, function_, arguments, results.get(),
                   [self = shared_from_this(), index, results](const absl::Status& run_status) {
-                    if (!run_status.ok()) return self->Finish(run_status);
+                    if (!run_status.ok()) return self->Fail(index, run_status);
                     self->Record(index, *results);
                     self->RunFrom(index + 1);
                   });
+  }
+
+  // An update that failed half-way must not be run again: part of it would be applied twice.
+  void Fail(size_t index, const absl::Status& status) {
+    if (kind_ == Kind::kApply) {
+      resource_->set_failure(tensorflow::errors::FailedPrecondition(
+          "The update of global step ", decision_.steps[index].step, " failed on ",
+          context_->device()->name(),
+          " and may have changed some of its variables. Expected no further update; restart "
+          "training from a checkpoint. The failure was: ",
+          status.message()));
+    }
+    Finish(status);
   }
 
   void Record(size_t index, const std::vector<Tensor>& results) {
@@ -100,6 +113,7 @@ class StepsJob : public std::enable_shared_from_this<StepsJob> {
   // The gradients of a step; for an update also the shared state before it, and what it captures.
   absl::Status CollectArguments(size_t index, std::vector<Tensor>* arguments) {
     const ClosedStep& step = decision_.steps[index];
+    TF_RETURN_IF_ERROR(resource_->failure());
     if (kind_ == Kind::kApply && step.step != resource_->applied_steps()) {
       return tensorflow::errors::FailedPrecondition(
           "Expected global step ", resource_->applied_steps(), " to be applied next on ",

@@ -69,6 +69,9 @@ class GradientBufferResource : public tensorflow::ResourceBase {
   // Global steps that have been applied to the variables of this task.
   int64_t applied_steps() const { return applied_steps_.load(); }
   void set_applied_steps(int64_t steps) { applied_steps_.store(steps); }
+  // Why no further update may run here; ok if nothing failed.
+  const absl::Status& failure() const { return failure_; }
+  void set_failure(absl::Status failure) { failure_ = std::move(failure); }
   // What other tasks may still have to know of a step: the shared state before it, and what an
   // inspection found.
   using Records = std::map<GlobalStep, std::vector<tensorflow::tstring>>;
@@ -81,6 +84,7 @@ class GradientBufferResource : public tensorflow::ResourceBase {
   GradientBuffer buffer_;
   JobQueue updates_;
   std::atomic<int64_t> applied_steps_{0};
+  absl::Status failure_;
   Records shared_state_;
   Records findings_;
 };

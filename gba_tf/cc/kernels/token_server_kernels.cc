@@ -95,12 +95,21 @@ class WorkerIdentityOp : public OpKernel {
                 tensorflow::errors::Internal("Expected a device name of the form "
                                              "/job:worker/replica:0/task:0/device:CPU:0, found ",
                                              c->device()->name()));
+    // A step that the chief runs itself would take the token of the worker with its index.
+    OP_REQUIRES(
+        c, name.job == "worker" || name.job == "localhost",
+        tensorflow::errors::FailedPrecondition(
+            "Expected a training step to run on a worker, found it on ", c->device()->name(),
+            ". Send it there: ClusterCoordinator.schedule(step), or Model.fit."));
     identity_ = {static_cast<int64_t>(name.task),
                  static_cast<int64_t>(c->device()->attributes().incarnation())};
   }
 
   void Compute(OpKernelContext* c) override {
     OP_REQUIRES_OK(c, OutputInt64Vector(c, 0, identity_));
+    Tensor* device = nullptr;
+    OP_REQUIRES_OK(c, c->allocate_output(1, TensorShape({}), &device));
+    device->scalar<tstring>()() = c->device()->name();
   }
 
  private:

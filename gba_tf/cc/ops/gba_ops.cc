@@ -82,15 +82,19 @@ buffer: Scalar handle.
 
 REGISTER_OP("GbaWorkerIdentity")
     .Output("worker: int64")
+    .Output("device: string")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
       c->set_output(0, c->Vector(2));
+      c->set_output(1, c->Scalar());
       return absl::OkStatus();
     })
     .Doc(R"doc(
 Tells on which worker the op runs.
 
 worker: int64[2]: the task index, and the incarnation of the process, which changes at a restart.
+device: The name of the device. Also there because TensorFlow moves an op without inputs and with one
+  output to the device that uses it, here a parameter server.
 )doc");
 
 REGISTER_OP("GbaTakeToken")
