@@ -221,9 +221,9 @@ class GBAExtended(parameter_server_strategy_v2.ParameterServerStrategyV2Extended
             )
         self.placement = BalancedPlacement(self._num_ps)
         # Only an update may change these: trainable variables, and state moved by the forward pass.
-        self.guarded_variables: dict[int, tf.Variable] = {}
+        self.guarded_variables = weakref.WeakValueDictionary()
         # Nor may a training step change these: nobody said how the changes of M gradients combine.
-        self.unaggregated_state: dict[int, tf.Variable] = {}
+        self.unaggregated_state = weakref.WeakValueDictionary()
 
     def _create_var_creator(self, next_creator, **kwargs):
         creator = super()._create_var_creator(next_creator, **kwargs)
