@@ -1,7 +1,5 @@
 """Which parameter server task owns a variable."""
 
-import math
-
 import tensorflow as tf
 
 
@@ -31,7 +29,7 @@ class BalancedPlacement:
         elements = shape.num_elements() if shape.is_fully_defined() else 1
         size = tf.as_dtype(dtype).size if dtype is not None else 4
         task = min(range(len(self._bytes)), key=lambda index: (self._bytes[index], index))
-        self._bytes[task] += max(1, math.prod([elements, size]))
+        self._bytes[task] += max(1, elements * size)
         return task
 
 

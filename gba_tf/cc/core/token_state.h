@@ -16,9 +16,10 @@ namespace gba {
 // A closed step that is not yet marked as applied.
 struct UnappliedStep {
   ClosedStep closed;
-  std::optional<int64_t>
-      closing_task;       // The worker that has to apply it. None: the end of training.
-  bool orphaned = false;  // That worker will not: hand the step to the next commit.
+  // The worker that has to apply it. None: the end of training.
+  std::optional<int64_t> closing_task;
+  // That worker will not: hand the step to the next commit.
+  bool orphaned = false;
 };
 
 struct OutstandingToken {

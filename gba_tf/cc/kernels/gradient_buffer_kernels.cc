@@ -12,6 +12,7 @@
 namespace gba {
 namespace {
 
+using ::tensorflow::AsyncOpKernel;
 using ::tensorflow::DataType;
 using ::tensorflow::DEVICE_CPU;
 using ::tensorflow::OpKernel;
@@ -206,31 +207,41 @@ class SerializeBufferOp : public OpKernel {
 };
 REGISTER_KERNEL_BUILDER(Name("GbaSerializeBuffer").Device(DEVICE_CPU), SerializeBufferOp);
 
-class RestoreBufferOp : public OpKernel {
+// In a job of the resource's queue, so that no update sees half of the old timeline.
+class RestoreBufferOp : public AsyncOpKernel {
  public:
-  using OpKernel::OpKernel;
+  using AsyncOpKernel::AsyncOpKernel;
 
-  void Compute(OpKernelContext* c) override {
+  void ComputeAsync(OpKernelContext* c, DoneCallback done) override {
     RefCountPtr<GradientBufferResource> resource;
-    OP_REQUIRES_OK(c, LookupGbaResource(c, 0, &resource));
+    OP_REQUIRES_OK_ASYNC(c, LookupGbaResource(c, 0, &resource), done);
     const Tensor& ids = c->input(1);
     const Tensor& blocks = c->input(2);
     const Tensor& applied_steps = c->input(3);
-    OP_REQUIRES(
+    OP_REQUIRES_ASYNC(
         c,
         ids.dims() == 1 && blocks.dims() == 1 && ids.NumElements() == blocks.NumElements() &&
             applied_steps.dims() == 0,
         tensorflow::errors::InvalidArgument(
             "Expected as many token_ids as blocks and a scalar applied_steps, found shapes ",
             ids.shape().DebugString(), ", ", blocks.shape().DebugString(), " and ",
-            applied_steps.shape().DebugString()));
+            applied_steps.shape().DebugString()),
+        done);
     std::vector<std::pair<TokenId, Block>> gradients;
     for (int64_t i = 0; i < ids.NumElements(); ++i) {
       auto bytes = std::make_shared<tstring>(blocks.vec<tstring>()(i));
       gradients.emplace_back(ids.vec<int64_t>()(i), Block{bytes->data(), bytes->size(), bytes});
     }
-    OP_REQUIRES_OK(c, ToAbsl(resource->buffer().Restore(std::move(gradients))));
-    resource->set_applied_steps(applied_steps.scalar<int64_t>()());
+    // A job is copied, which a RefCountPtr cannot be.
+    auto shared = std::make_shared<RefCountPtr<GradientBufferResource>>(std::move(resource));
+    GradientBufferResource* buffer = shared->get();
+    buffer->updates().Enqueue([c, shared = std::move(shared), gradients = std::move(gradients),
+                               steps = applied_steps.scalar<int64_t>()(), done]() mutable {
+      const absl::Status status = (*shared)->Restore(std::move(gradients), steps);
+      if (!status.ok()) c->SetStatus(status);
+      (*shared)->updates().Done(*c->runner());
+      done();
+    });
   }
 };
 REGISTER_KERNEL_BUILDER(Name("GbaRestoreBuffer").Device(DEVICE_CPU), RestoreBufferOp);

@@ -66,6 +66,17 @@ std::string GradientBufferResource::DebugString() const {
                       " gradients, ", stats.num_bytes, " bytes");
 }
 
+absl::Status GradientBufferResource::Restore(std::vector<std::pair<TokenId, Block>> gradients,
+                                             int64_t applied_steps) {
+  const absl::Status status = ToAbsl(buffer_.Restore(std::move(gradients)));
+  if (!status.ok()) return status;
+  applied_steps_.store(applied_steps);
+  failure_ = absl::OkStatus();
+  shared_state_.clear();
+  findings_.clear();
+  return status;
+}
+
 std::string EnterRun(tensorflow::ResourceMgr* resources, const std::string& run_id) {
   static absl::Mutex mu(absl::kConstInit);
   static auto* current = new std::map<tensorflow::ResourceMgr*, std::string>();

@@ -64,7 +64,8 @@ class GradientBufferResource : public tensorflow::ResourceBase {
   const std::vector<VariableLayout>& layout() const { return layout_; }
   SparseDivisor sparse_divisor() const { return sparse_divisor_; }
 
-  // Every use of the members below happens inside a job of this queue.
+  // The members below are used inside jobs of this queue only; applied_steps() may be read
+  // anywhere.
   JobQueue& updates() { return updates_; }
   // Global steps that have been applied to the variables of this task.
   int64_t applied_steps() const { return applied_steps_.load(); }
@@ -77,6 +78,9 @@ class GradientBufferResource : public tensorflow::ResourceBase {
   using Records = std::map<GlobalStep, std::vector<tensorflow::tstring>>;
   Records& shared_state() { return shared_state_; }
   Records& findings() { return findings_; }
+  // Goes back, or on, to a saved state: replaces the gradients and forgets all else. An error,
+  // after which nothing has changed, if a gradient does not fit.
+  absl::Status Restore(std::vector<std::pair<TokenId, Block>> gradients, int64_t applied_steps);
 
  private:
   const std::vector<VariableLayout> layout_;
@@ -93,7 +97,7 @@ class GradientBufferResource : public tensorflow::ResourceBase {
 std::string EnterRun(tensorflow::ResourceMgr* resources, const std::string& run_id);
 
 // Looks up the resource of input `index`. A missing one means that the parameter server was
-// restarted, and the error says so.
+// restarted or has been taken over by a newer run, and the error says so.
 template <typename Resource>
 absl::Status LookupGbaResource(tensorflow::OpKernelContext* context, int index,
                                tensorflow::core::RefCountPtr<Resource>* resource) {
@@ -102,11 +106,13 @@ absl::Status LookupGbaResource(tensorflow::OpKernelContext* context, int index,
   if (status.ok()) return status;
   return absl::Status(
       status.code(),
-      absl::StrCat("Expected the token server or gradient buffer of this run on ",
-                   context->device()->name(),
-                   ", found none. The parameter server was restarted: its variables are lost as "
-                   "well; restart training from a checkpoint. (",
-                   status.message(), ")"));
+      absl::StrCat(
+          "Expected the token server or gradient buffer of this run on ", context->device()->name(),
+          ", found none. Either the parameter server was restarted, and its variables are "
+          "lost as well: restart training from a checkpoint. Or this process belongs to an "
+          "earlier run, and a newer run on the same parameter servers released what it "
+          "held: end this process. (",
+          status.message(), ")"));
 }
 
 }  // namespace gba
