@@ -270,7 +270,8 @@ class GBAExtended(parameter_server_strategy_v2.ParameterServerStrategyV2Extended
         context = input_data.worker_context(self._num_workers)
 
         def create(input_context):
-            dataset = dataset_fn(input_context)
+            with input_data.same_order_of_arrays(dataset_fn):
+                dataset = dataset_fn(input_context)
             input_data.refuse_python(tf.compat.v1.get_default_graph().as_graph_def())
             if input_data.made_of_arrays(dataset_fn):
                 dataset = input_data.share(dataset, input_context)
