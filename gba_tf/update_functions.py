@@ -106,11 +106,6 @@ def _refuse_what_needs_whole_variables(calls: list[OptimizerCall], num_tasks: in
                 " between variables. Use one parameter server task and no variable_partitioner, or"
                 " another optimizer."
             )
-        if name == "Nadam" and num_tasks > 1:
-            raise NotImplementedError(
-                f"Nadam keeps a momentum schedule for all variables, and they are on {num_tasks}"
-                " parameter server tasks. Use one task, or Adam or AdamW."
-            )
         if getattr(inner, "gradient_transformers", None) and (sharded or num_tasks > 1):
             raise NotImplementedError(
                 f"{name}(gradient_transformers=...) may need all gradients at once, and they are on"
@@ -232,6 +227,11 @@ def _with_mirrors(shard: Shard, shared: list[tf.Variable]) -> list[tf.Tensor]:
 def _advance_without_variables(optimizer, whole) -> None:
     """Moves the optimizer's shared state where it has no variable on this task: k counts too."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if type(inner).__name__ == "Nadam":
+        raise NotImplementedError(
+            "Nadam moves its momentum schedule together with a variable, and none of its variables"
+            " is on parameter server task 0. Use one parameter server task, or Adam or AdamW."
+        )
     if hasattr(inner, "_compute_current_learning_rate"):
         inner._compute_current_learning_rate()
     if getattr(optimizer, "dynamic", False):

@@ -92,7 +92,10 @@ def test_on_a_terminal_one_line_is_rewritten_and_gone_in_the_end(monkeypatch):
     with os.fdopen(terminal_end, "w") as terminal:
         with progress(terminal, done=done):
             assert reached.wait(60)
-        shown = os.read(main_end, 1 << 16).decode()
+        shown = ""
+        # One read need not give all that was written.
+        while not shown.endswith("\r\x1b[K"):
+            shown += os.read(main_end, 1 << 16).decode()
     os.close(main_end)
     # 39 columns: a line that wraps could not be rewritten.
     assert re.fullmatch(r"(\repoch 2/5 \[######\.{6}\] 1,000/2,000 ba\x1b\[K)+\r\x1b\[K", shown), (
