@@ -23,7 +23,7 @@ def rows(strategy, place):
         model.compile(keras.optimizers.SGD(0.1), "mse")
 
     def dataset(context=None):
-        data = tf.data.Dataset.from_tensor_slices((WORDS, LABELS + 1.0)).repeat().batch(2)
+        data = tf.data.Dataset.from_tensor_slices((WORDS, LABELS + 1.0)).repeat().batch(8)
         if place == "in the model":
             return data
         look_up = lookup
@@ -44,6 +44,6 @@ def rows(strategy, place):
     ["in the model", "in a dataset", "outside the dataset function", "inside the dataset function"],
 )
 def test_a_lookup_finds_its_table_on_every_worker(cluster, place):
-    strategy = cluster.strategy(2, 1, global_batch_size=4, local_batch_size=2)
-    # 0 is out of vocabulary; nobody asks for rows 4 and 5.
+    strategy = cluster.strategy(2, 1, global_batch_size=16, local_batch_size=8)
+    # Every batch has every word. 0 is out of vocabulary; nobody asks for rows 4 and 5.
     assert rows(strategy, place) == [0, 1, 2, 3]
