@@ -101,7 +101,7 @@ def _record(context, optimizer, grads_and_vars, options: dict):
             " and what after aggregation. Expected an optimizer of tf.keras.optimizers or"
             " tf.keras.optimizers.legacy, or a subclass that overrides update_step() only."
         )
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = unwrapped(optimizer)
     if type(inner).__name__ == "Nadam" and not hasattr(inner, "_create_all_weights"):
         raise NotImplementedError(
             "tf.keras.optimizers.Nadam counts its steps in Python while it is traced, so its"
@@ -150,12 +150,17 @@ def build(optimizer, variables) -> None:
             optimizer._create_all_weights(variables)
 
 
+def unwrapped(optimizer):
+    """The optimizer that updates variables: what a loss-scale optimizer wraps, else itself."""
+    return getattr(optimizer, "inner_optimizer", optimizer)
+
+
 def merges_rows_first(optimizer) -> bool:
     """Whether an optimizer merges the repeated rows of a sparse gradient before all else.
 
     One that clips or transforms gradients does so first, and its norms see every occurrence.
     """
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = unwrapped(optimizer)
     names = ("clipnorm", "clipvalue", "global_clipnorm", "gradient_transformers")
     return not any(getattr(inner, name, None) for name in names)
 
@@ -163,7 +168,7 @@ def merges_rows_first(optimizer) -> bool:
 @contextlib.contextmanager
 def rows_merged(optimizer):
     """Spares the optimizer the merging of repeated rows, which the gradient buffer has merged."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = unwrapped(optimizer)
     if not merges_rows_first(optimizer) or not hasattr(inner, "_deduplicate_sparse_grad"):
         yield
         return
@@ -176,15 +181,16 @@ def rows_merged(optimizer):
 
 def all_variables(optimizer) -> list[tf.Variable]:
     """Every variable of an optimizer, also the wrapper's own, such as a loss scale."""
+    inner = unwrapped(optimizer)
     variables = optimizer.variables
     variables = list(variables() if callable(variables) else variables)
     for name in ("_iterations", "_learning_rate", "_current_learning_rate"):
-        value = getattr(getattr(optimizer, "inner_optimizer", optimizer), name, None)
+        value = getattr(inner, name, None)
         if isinstance(value, tf.Variable):
             variables.append(value)
     if getattr(optimizer, "dynamic", False):
         # A dynamic loss scale keeps its own state out of the list of variables.
         variables += optimizer._loss_scale._weights.values()
-    hyper = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_hyper", None) or {}
+    hyper = getattr(inner, "_hyper", None) or {}
     variables += [value for value in hyper.values() if isinstance(value, tf.Variable)]
     return variables

@@ -6,6 +6,7 @@ learning rate. The task that owns them hands their values before the update to t
 copies of their own (`mirrors`) and run on those; what they write to a copy is dropped.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
@@ -91,7 +92,7 @@ def trace(
 
 def _refuse_what_needs_whole_variables(calls: list[OptimizerCall], num_tasks: int) -> None:
     for call in calls:
-        inner = getattr(call.optimizer, "inner_optimizer", call.optimizer)
+        inner = optimizer_hooks.unwrapped(call.optimizer)
         name = type(inner).__name__
         sharded = [v.name for v in call.variables if hasattr(v, "_sharded_container")]
         if sharded and getattr(inner, "clipnorm", None) is not None:
@@ -190,12 +191,12 @@ def _apply_gradients(call: OptimizerCall, own, whole) -> None:
         _advance_without_variables(optimizer, whole)
         return
     gradients, variables = zip(*own, strict=True)
-    if whole is None:
-        with optimizer_hooks.rows_merged(optimizer):
-            optimizer.apply_gradients(own, **call.options)
-        return
-    with whole.prepared(optimizer, gradients) as prepared:
-        optimizer.apply_gradients(zip(prepared, variables, strict=True), **call.options)
+    prepared = contextlib.nullcontext(gradients)
+    if whole is not None:
+        prepared = whole.prepared(optimizer, gradients)
+    # First of the two: whether rows are merged is seen before `prepared` turns clipping off.
+    with optimizer_hooks.rows_merged(optimizer), prepared as ready:
+        optimizer.apply_gradients(list(zip(ready, variables, strict=True)), **call.options)
 
 
 def _shared_variables(calls: list[OptimizerCall], shards: list[Shard], updates) -> list:
@@ -226,7 +227,7 @@ def _with_mirrors(shard: Shard, shared: list[tf.Variable]) -> list[tf.Tensor]:
 
 def _advance_without_variables(optimizer, whole) -> None:
     """Moves the optimizer's shared state where it has no variable on this task: k counts too."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = optimizer_hooks.unwrapped(optimizer)
     if type(inner).__name__ == "Nadam":
         raise NotImplementedError(
             "Nadam moves its momentum schedule together with a variable, and none of its variables"

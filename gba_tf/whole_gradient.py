@@ -10,12 +10,14 @@ from collections.abc import Sequence
 
 import tensorflow as tf
 
+from gba_tf import optimizer_hooks
+
 Gradient = tf.Tensor | tf.IndexedSlices
 
 
 def is_needed(optimizer) -> bool:
     """Whether the optimizer's update of one variable depends on the gradients of others."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = optimizer_hooks.unwrapped(optimizer)
     return bool(getattr(optimizer, "dynamic", False) or getattr(inner, "global_clipnorm", None))
 
 
@@ -55,7 +57,7 @@ class WholeGradient:
         They are clipped by the norm of all gradients, and not finite if any gradient is not, as a
         dynamic loss scale expects. The optimizer's own clipping by global norm is off meanwhile.
         """
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        inner = optimizer_hooks.unwrapped(optimizer)
         clipnorm = getattr(inner, "global_clipnorm", None)
         if clipnorm:
             norm = tf.cast(self._norm, _values(gradients[0]).dtype)
