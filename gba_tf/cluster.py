@@ -1,8 +1,10 @@
 """From TF_CONFIG to a role: what this process does in the cluster, and how it ends.
 
 The same program runs in every task. `serve_if_not_chief` is where the tasks part: the chief goes on
-and trains, the others serve it. When the chief ends, it tells every other task by running an op in
-it (`gba_tf.ops.process`); a chief that is killed cannot, so the others also watch its address.
+and trains, the others serve it. Under all-reduce it is `serve_if_not_worker`: the workers train,
+worker 0 has the place of the chief, and the others only wait. When the chief ends, it tells every
+other task by running an op in it (`gba_tf.ops.process`); a chief that is killed cannot, so the
+others also watch its address.
 
 TensorFlow is imported by the functions that need it, never by this module.
 """
@@ -16,6 +18,7 @@ import time
 import types
 from typing import Any, NoReturn
 
+from gba_tf import task_output
 from gba_tf.cluster_config import ClusterConfig, ClusterConfigError, split_address
 
 __all__ = [
@@ -25,6 +28,7 @@ __all__ = [
     "end_cluster_at_exit",
     "serve",
     "serve_if_not_chief",
+    "serve_if_not_worker",
     "shutdown_cluster",
 ]
 
@@ -79,6 +83,37 @@ def serve_if_not_chief(config: ClusterConfig | None, evaluator_returns: bool = F
         serve(config)
 
 
+def serve_if_not_worker(config: ClusterConfig | None) -> None:
+    """Under all-reduce, lets the workers (or a program without TF_CONFIG) go on.
+
+    Chief, parameter servers and evaluator step aside: they wait until the training of the workers
+    has ended, and exit as in `serve`. Call it once, before any TensorFlow operation. On worker 0 it
+    also arranges that they end with it; every worker ends by itself.
+
+    Args:
+      config: From `ClusterConfig.for_all_reduce()`.
+
+    Raises:
+      ValueError: If the configuration is not one for all-reduce.
+    """
+    if config is None:
+        return
+    if not config.all_reduce:
+        raise ValueError(
+            "serve_if_not_worker: expected a configuration for all-reduce, found one for parameter "
+            "servers. Give it ClusterConfig.for_all_reduce()"
+        )
+    if config.task_type != "worker":
+        say(
+            f"{config.task_name} steps aside, as the workers train by all-reduce; it ends with "
+            f"{config.chief_name} at {config.chief_address}"
+        )
+        serve(config)
+    elif config.is_chief:
+        task_output.mark_leader(True)
+        end_cluster_at_exit(config)
+
+
 def serve(
     config: ClusterConfig, chief_grace_seconds: float = 30.0, chief_notice_seconds: float = 30.0
 ) -> NoReturn:
@@ -105,6 +140,8 @@ def serve(
         )
     from gba_tf.ops import library
 
+    # Under all-reduce it may have been the one that leads, in an earlier process of this task.
+    task_output.mark_leader(False)
     # Before the server starts: a chief may send ops of the library at once.
     library.load()
     server = _start_server(config)
@@ -124,7 +161,9 @@ def shutdown_cluster(
     message: str = "",
     timeout_seconds: float | None = None,
 ) -> tuple[str, ...]:
-    """Ends all tasks but the chief, from the chief, all at once. A repetition does nothing.
+    """Ends the other tasks, from the chief, all at once. A repetition does nothing.
+
+    Under all-reduce worker 0 has the place of the chief, and ends those that stepped aside.
 
     Args:
       config: The configuration of the chief.
@@ -141,7 +180,7 @@ def shutdown_cluster(
 
 
 def end_cluster_at_exit(config: ClusterConfig) -> None:
-    """Arranges that all other tasks end when this process, the chief, ends.
+    """Arranges that the other tasks end when this process, the chief, ends.
 
     They exit with code 0 if the chief ends well, with code 1 if an exception ends it. A chief that
     calls `sys.exit` with a failure should call `shutdown_cluster` with a status first: Python does
@@ -170,14 +209,14 @@ def end_cluster_at_exit(config: ClusterConfig) -> None:
 
     def end_cluster() -> None:
         for task in notice.send(1 if failure else 0, failure[0] if failure else "", None):
-            _say(f"{task} did not answer when training ended; it is gone or cannot be reached")
+            say(f"{task} did not answer when training ended; it is gone or cannot be reached")
 
     sys.excepthook = remember_failure
     atexit.register(end_cluster)
 
 
 class _EndNotice:
-    """Tells every task but the chief, in parallel, that it has to end.
+    """Tells every task that follows the chief, in parallel, that it has to end.
 
     The threads start here and wait, because Python 3.12 and later starts none during exit.
     """
@@ -196,14 +235,11 @@ class _EndNotice:
         self._status, self._message, self._timeout_seconds = 0, "", 0.0
         self._unreached: set[str] = set()
         self._threads = []
-        for job, addresses in {**config.cluster, "evaluator": config.evaluators}.items():
-            for index, address in enumerate(addresses):
-                if address == config.address:
-                    continue
-                self._unreached.add(f"{job} {index}")
-                self._threads.append(
-                    threading.Thread(target=self._tell, args=(job, index, address), daemon=True)
-                )
+        for task, address in config.followers.items():
+            self._unreached.add(task)
+            self._threads.append(
+                threading.Thread(target=self._tell, args=(task, address), daemon=True)
+            )
         for thread in self._threads:
             thread.start()
 
@@ -223,7 +259,7 @@ class _EndNotice:
             thread.join(max(0.0, deadline - time.monotonic()))
         return tuple(sorted(self._unreached))
 
-    def _tell(self, job: str, index: int, address: str) -> None:
+    def _tell(self, task: str, address: str) -> None:
         import tensorflow as tf
 
         from gba_tf.ops import process
@@ -233,14 +269,14 @@ class _EndNotice:
         # have been connected, may be waiting for a dead task, and has no time limit.
         options = tf.compat.v1.ConfigProto(
             operation_timeout_in_ms=int(self._timeout_seconds * 1000),
-            device_filters=[f"/job:{job}/task:{index}"],
+            device_filters=["/job:{}/task:{}".format(*task.split())],
         )
         try:
             with tf.Graph().as_default():
                 request = process.request_shutdown(self._status, self._message)
                 with tf.compat.v1.Session(f"grpc://{address}", config=options) as session:
                     session.run(request)
-                    self._unreached.discard(f"{job} {index}")
+                    self._unreached.discard(task)
         except tf.errors.OpError:
             pass  # It stays among the unreached.
 
@@ -251,9 +287,9 @@ _notice_at_exit: _EndNotice | None = None
 def _start_server(config: ClusterConfig) -> Any:
     import tensorflow as tf
 
-    if config.task_type == "evaluator":
+    if config.task_type not in config.cluster:
         # A cluster of its own: in that of the training, everybody would wait for it.
-        tasks = {"evaluator": {config.task_index: config.address}}
+        tasks = {config.task_type: {config.task_index: config.address}}
     else:
         tasks = {job: list(addresses) for job, addresses in config.cluster.items()}
     options = tf.compat.v1.ConfigProto()
@@ -290,39 +326,54 @@ def _wait_for_end(
         now = time.monotonic()
         if now >= next_look:
             next_look = now + min(2.0, chief_grace_seconds / 4, chief_notice_seconds / 4)
-            if _answers(config.chief_address):
+            if answers(config.chief_address):
                 seen, last_seen = True, now
             elif seen and now - last_seen >= chief_grace_seconds:
-                _say(
-                    f"{config.task_name} ends: the chief at {config.chief_address} is gone for "
-                    f"{now - last_seen:.0f} s and did not say that training ended"
+                say(
+                    f"{config.task_name} ends: {config.chief_name} at {config.chief_address} is "
+                    f"gone for {now - last_seen:.0f} s and did not say that training ended"
                 )
                 return 1
         if not seen and now - last_notice >= chief_notice_seconds:
             last_notice = now
-            _say(
-                f"{config.task_name} at {config.address} waits for the chief, which has not been "
-                f"seen at {config.chief_address} for {now - start:.0f} s. Start the same program "
-                'there with "task": {"type": "chief", "index": 0}'
-            )
+            leader = "chief 0" if "chief" in config.cluster else "worker 0"
+            say_missing(config, config.chief_name, leader, config.chief_address, now - start)
         time.sleep(_POLL_SECONDS)
 
 
 def _end_as_requested(config: ClusterConfig, status: int, message: str) -> int:
     time.sleep(_REPLY_SECONDS)
     if status != 0:
-        _say(f"{config.task_name} ends because the chief failed: {message}")
+        say(f"{config.task_name} ends because {config.chief_name} failed: {message}")
     # A chief that never listened cannot be seen leaving: one that failed gets the whole time.
-    listened = _answers(config.chief_address)
+    listened = answers(config.chief_address)
     deadline = time.monotonic() + (_LEAVING_CHIEF_SECONDS if listened or status != 0 else 0.0)
-    while time.monotonic() < deadline and not (listened and not _answers(config.chief_address)):
+    while time.monotonic() < deadline and not (listened and not answers(config.chief_address)):
         time.sleep(_POLL_SECONDS)
     if status != 0:
         time.sleep(_REPLY_SECONDS)
     return status
 
 
-def _answers(address: str) -> bool:
+def say_missing(config: ClusterConfig, name: str, task: str, address: str, seconds: float) -> None:
+    """Says that this task waits for another one, in vain so far, and how to start that one.
+
+    Args:
+      config: Of this task.
+      name: Of the missing one, in a sentence: "the chief".
+      task: Its job and index: "chief 0".
+      address: Where it is expected.
+      seconds: How long this task has waited.
+    """
+    job, index = task.split()
+    say(
+        f"{config.task_name} at {config.address} waits for {name}, which has not been seen at "
+        f"{address} for {seconds:.0f} s. Start the same program there with "
+        f'"task": {{"type": "{job}", "index": {index}}}'
+    )
+
+
+def answers(address: str) -> bool:
     """Whether somebody accepts connections at `address`; waits a second at most."""
     try:
         with socket.create_connection(split_address(address), timeout=1.0):
@@ -331,5 +382,6 @@ def _answers(address: str) -> bool:
         return False
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Prints a line on standard error, as a message of this package."""
     print(f"gba_tf: {text}", file=sys.stderr, flush=True)

@@ -41,12 +41,16 @@ class ClusterConfig:
       task_type: "chief", "worker", "ps" or "evaluator".
       task_index: Index of this task within its job.
       evaluators: Addresses of the evaluator job, usually none or one.
+      all_reduce: Whether the workers train by all-reduce, see `for_all_reduce`.
+      bystanders: Under all-reduce, the addresses of each job that has no part in the training.
     """
 
     cluster: Mapping[str, tuple[str, ...]]
     task_type: str
     task_index: int
     evaluators: tuple[str, ...] = ()
+    all_reduce: bool = False
+    bystanders: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def num_workers(self) -> int:
@@ -68,14 +72,32 @@ class ClusterConfig:
     @property
     def address(self) -> str:
         """Address ("host:port") of this task."""
-        if self.task_type == "evaluator":
-            return self.evaluators[self.task_index]
-        return self.cluster[self.task_type][self.task_index]
+        jobs = {**self.cluster, **self.bystanders, "evaluator": self.evaluators}
+        return jobs[self.task_type][self.task_index]
 
     @property
     def chief_address(self) -> str:
         """Address ("host:port") of the task for which `is_chief` is true."""
         return self.cluster["chief" if "chief" in self.cluster else "worker"][0]
+
+    @property
+    def chief_name(self) -> str:
+        """The task for which `is_chief` is true, in messages."""
+        return "the chief" if "chief" in self.cluster else "worker 0"
+
+    @property
+    def followers(self) -> Mapping[str, str]:
+        """Name ("ps 0") to address of the tasks that end when the one that leads tells them to."""
+        jobs = {
+            **(self.bystanders if self.all_reduce else self.cluster),
+            "evaluator": self.evaluators,
+        }
+        return {
+            f"{job} {index}": address
+            for job, addresses in jobs.items()
+            for index, address in enumerate(addresses)
+            if address != self.chief_address
+        }
 
     @property
     def task_name(self) -> str:
@@ -109,6 +131,30 @@ class ClusterConfig:
         task_type, task_index = _read_task(config, cluster)
         evaluators = cluster.pop("evaluator", ())
         return cls(cluster, task_type, task_index, evaluators)
+
+    def for_all_reduce(self) -> "ClusterConfig":
+        """The same tasks for all-reduce: the workers train, worker 0 leads, the others step aside.
+
+        Without a worker, as in a local cluster of one process, the chief becomes worker 0.
+
+        Returns:
+          A configuration whose `cluster` has the workers only, and chief and ps among the
+          `bystanders`. Of one that is for all-reduce already, the same.
+        """
+        if self.all_reduce:
+            return self
+        if "worker" in self.cluster:
+            training, task_type = "worker", self.task_type
+        else:
+            training = "chief"
+            task_type = "worker" if self.task_type == "chief" else self.task_type
+        return dataclasses.replace(
+            self,
+            cluster={"worker": self.cluster[training]},
+            task_type=task_type,
+            all_reduce=True,
+            bystanders={job: tasks for job, tasks in self.cluster.items() if job != training},
+        )
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -29,6 +29,8 @@ _END_SECONDS = 10.0
 _LOOPBACK_LIBRARY = pathlib.Path(__file__).parent / "ops" / "_loopback.so"
 # Defaults for the tasks' environment; what the user has set stays.
 _ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1"}
+# The chief always leads, in the eyes of the terminal; worker 0 when it says so.
+_MAY_LEAD = ("worker-0",)
 _HANDLED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -40,8 +42,9 @@ class LocalCluster:
     stay reserved while the cluster lives, so a restarted task finds its own again.
 
     The chief's output goes to this process' standard streams, without TensorFlow's start-up noise,
-    and to `chief.log`; that of the others to `worker-0.log` and so on. No process outlives the
-    cluster: not after `close`, nor when this process is killed.
+    and to `chief.log`; that of the others to `worker-0.log` and so on. Worker 0 is shown as well
+    while it is the one that leads, under all-reduce. No process outlives the cluster: not after
+    `close`, nor when this process is killed.
 
     Attributes:
       processes: Task name ("chief", "worker-0", "ps-0", "evaluator-0") to its latest process.
@@ -64,7 +67,8 @@ class LocalCluster:
         Args:
           command: Program and arguments, the same for every task.
           num_workers: Worker tasks besides the chief.
-          num_ps: Parameter server tasks; 0 for all-reduce training, where the chief is a worker.
+          num_ps: Parameter server tasks. All-reduce training needs none: there the workers train,
+            or the chief if there are none, and chief and parameter servers step aside.
           evaluator: Whether to start an evaluator too. Default: False.
           log_dir: Folder for the log files, created if missing. Default: a new temporary folder.
           env: Added to the environment of every task. Default: nothing.
@@ -83,7 +87,7 @@ class LocalCluster:
         self._tolerate_worker_failures = tolerate_worker_failures
         self._id = uuid.uuid4().hex
         self._reserved: list[socket.socket] = []
-        self._copiers: list[task_output.OutputCopier] = []
+        self._copiers: dict[str, list[task_output.OutputCopier]] = {}
         self._reported: set[subprocess.Popen] = set()
         self._link_dir: tempfile.TemporaryDirectory | None = None
         self._signal = 0
@@ -136,10 +140,11 @@ class LocalCluster:
         waits.
 
         Returns:
-          0 when the chief and then, within 10 seconds, all others ended with 0. The exit code of
-          the first task that failed, 128 + signal for one that was killed; the last lines of its
-          log are shown. 1 when the chief ended well but another task did not end. 128 + signal when
-          this process was told to stop: 130 after Ctrl-C.
+          0 when the chief and then, within 10 seconds, all others ended with 0; under all-reduce
+          the chief ends with worker 0. The exit code of the first task that failed, 128 + signal
+          for one that was killed; the last lines of its log are shown. 1 when the chief ended well
+          but another task did not end. 128 + signal when this process was told to stop: 130 after
+          Ctrl-C.
         """
         with self._handle_signals():
             end_deadline = None
@@ -162,7 +167,7 @@ class LocalCluster:
                         _say(
                             f"the chief ended with exit code 0, but {', '.join(sorted(running))} "
                             f"still ran {_END_SECONDS:.0f} s later and had to be stopped. Let "
-                            "every task call gba_tf.serve_if_not_chief"
+                            "every task call gba_tf.create_strategy or gba_tf.serve_if_not_chief"
                         )
                         self.close()
                         return 1
@@ -195,8 +200,9 @@ class LocalCluster:
             # Has nothing to do unless somebody killed the guard.
             process.kill()
             process.wait()
-        for copier in self._copiers:
-            copier.join(timeout_seconds=1.0)
+        for copiers in self._copiers.values():
+            for copier in copiers:
+                copier.join(timeout_seconds=1.0)
         for reserved in self._reserved:
             reserved.close()
         if self._link_dir is not None:
@@ -262,13 +268,15 @@ class LocalCluster:
         environment["LD_PRELOAD"] = f"{self._loopback_library()} {preloaded}".strip()
         environment["GBA_TF_LOOPBACK_PORT"] = self.addresses[task].rpartition(":")[2]
         environment[orphan_guard.ENVIRONMENT_KEY] = self._id
+        # In every task, as this cluster may itself run in the leading task of another one.
+        environment[task_output.LEADER_MARKS_VARIABLE] = "1" if task in _MAY_LEAD else ""
         environment["TF_CONFIG"] = json.dumps(
             {"cluster": self._cluster, "task": {"type": job, "index": int(index or 0)}}
         )
         return environment
 
     def _start(self, task: str) -> None:
-        is_chief = task == "chief"
+        is_watched = task == "chief" or task in _MAY_LEAD
         log = self.log_path(task).open("ab", buffering=0)
         try:
             # A session of its own: Ctrl-C in the terminal reaches this process only, which then
@@ -276,8 +284,8 @@ class LocalCluster:
             process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if is_chief else log,
-                stderr=subprocess.PIPE if is_chief else subprocess.STDOUT,
+                stdout=subprocess.PIPE if is_watched else log,
+                stderr=subprocess.PIPE if is_watched else subprocess.STDOUT,
                 env=self._environment(task),
                 start_new_session=True,
                 bufsize=0,
@@ -286,13 +294,17 @@ class LocalCluster:
             log.close()
             raise
         self.processes[task] = process
-        if not is_chief:
+        if not is_watched:
             log.close()
             return
+        for copier in self._copiers.pop(task, ()):  # Of the process that ended before.
+            copier.join(timeout_seconds=1.0)
         # Level 0, which shows everything, is somebody's wish only where it was set.
         hide_noise = {**os.environ, **self._env}.get("TF_CPP_MIN_LOG_LEVEL") != "0"
-        for pipe, terminal in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-            self._copiers.append(task_output.OutputCopier(pipe, log, terminal, hide_noise))
+        self._copiers[task] = [
+            task_output.OutputCopier(pipe, log, terminal, hide_noise, leads=task == "chief")
+            for pipe, terminal in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
+        ]
 
     def _failed_task(self) -> str | None:
         """The task whose failure ends the cluster. Reports the failures that do not."""
@@ -318,7 +330,7 @@ class LocalCluster:
         process = self.processes[task]
         self.close()
         ended = f"{task} {_describe_end(process)}"
-        if task == "chief":
+        if any(copier.leads for copier in self._copiers.get(task, ())):
             _say(f"{ended}; its output is above and in {self.log_path(task)}")
         else:
             lines = "\n".join(f"  {line}" for line in task_output.last_lines(self.log_path(task)))

@@ -4,8 +4,16 @@ import codecs
 import os
 import pathlib
 import re
+import sys
 import threading
+from collections.abc import Iterator
 from typing import BinaryIO, TextIO
+
+# Set for a task whose output is shown while it leads.
+LEADER_MARKS_VARIABLE = "GBA_TF_LEADER_MARKS"
+# Lines that no program writes by chance; all start with the same rare byte.
+_LEADS, _FOLLOWS = b"\x1egba_tf: this task leads\n", b"\x1egba_tf: this task follows\n"
+_MARK = re.compile(b"(" + _LEADS + b"|" + _FOLLOWS + b")")
 
 _ABSL_PREFIX = rb"\d{4} \d\d:\d\d:\d+\.\d+ +\d+ \S+:\d+\] "
 _NOISE = re.compile(
@@ -62,10 +70,61 @@ def _may_become_noise(line: bytes) -> bool:
     return any(start.startswith(line[: len(start)]) for start in _NOISE_STARTS)
 
 
+def mark_leader(leads: bool) -> None:
+    """Says to the local cluster, if this process is of one, whether to show its output from now on.
+
+    The marks are lines of their own, which `OutputCopier` takes out again.
+    """
+    if not os.environ.get(LEADER_MARKS_VARIABLE):
+        return
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        stream.write((_LEADS if leads else _FOLLOWS).decode())
+        stream.flush()
+
+
+class LeaderMarks:
+    """Takes the marks of `mark_leader` out of a stream, and knows what they say.
+
+    Attributes:
+      leads: Whether the task leads now.
+    """
+
+    def __init__(self, leads: bool) -> None:
+        self.leads = leads
+        self._held = b""
+
+    def split(self, data: bytes) -> Iterator[tuple[bytes, bool]]:
+        """Takes the next piece of output; yields it in order, each part with whether to show it."""
+        *parts, rest = _MARK.split(self._held + data)
+        # The beginning of a mark, perhaps, whose end is still to come.
+        start = rest.rfind(_LEADS[:1])
+        if start < 0 or not any(mark.startswith(rest[start:]) for mark in (_LEADS, _FOLLOWS)):
+            start = len(rest)
+        self._held = rest[start:]
+        for part in (*parts, rest[:start]):
+            if part in (_LEADS, _FOLLOWS):
+                self.leads = part == _LEADS
+            elif part:
+                yield part, self.leads
+
+    def flush(self) -> bytes:
+        """Returns what was held back, at the end of the output."""
+        held, self._held = self._held, b""
+        return held
+
+
 class OutputCopier:
     """Copies a pipe to a log file, complete, and to the terminal, filtered, in its own thread."""
 
-    def __init__(self, pipe: BinaryIO, log: BinaryIO, terminal: TextIO, hide_noise: bool) -> None:
+    def __init__(
+        self,
+        pipe: BinaryIO,
+        log: BinaryIO,
+        terminal: TextIO,
+        hide_noise: bool,
+        leads: bool = True,
+    ) -> None:
         """Starts copying.
 
         Args:
@@ -73,12 +132,20 @@ class OutputCopier:
           log: The log file, unbuffered; stays open.
           terminal: Where to show it, usually `sys.stdout`.
           hide_noise: Whether TensorFlow's start-up lines are kept out of the terminal.
+          leads: Whether the terminal shows the output from the start, before any mark of
+            `mark_leader`. Default: True.
         """
         self._pipe, self._log, self._terminal = pipe, log, terminal
         self._filter = NoiseFilter() if hide_noise else None
+        self._marks = LeaderMarks(leads)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._thread = threading.Thread(target=self._copy, daemon=True)
         self._thread.start()
+
+    @property
+    def leads(self) -> bool:
+        """Whether the terminal shows the output now."""
+        return self._marks.leads
 
     def join(self, timeout_seconds: float) -> None:
         """Waits until all is copied; not for ever, as a child of the task may hold the pipe."""
@@ -88,12 +155,17 @@ class OutputCopier:
         unfinished_line = b""
         with self._pipe:
             while data := os.read(self._pipe.fileno(), 1 << 16):
-                # Whole lines only: the other stream of the task goes into the same file.
-                lines, end, unfinished_line = (unfinished_line + data).rpartition(b"\n")
-                self._log.write(lines + end)
-                self._show(self._filter.feed(data) if self._filter else data)
-        self._log.write(unfinished_line)
-        self._show(self._filter.flush() if self._filter else b"", final=True)
+                for part, shown in self._marks.split(data):
+                    # Whole lines only: the other stream of the task goes into the same file.
+                    lines, end, unfinished_line = (unfinished_line + part).rpartition(b"\n")
+                    self._log.write(lines + end)
+                    if shown:
+                        self._show(self._filter.feed(part) if self._filter else part)
+        held = self._marks.flush()
+        self._log.write(unfinished_line + held)
+        if self.leads and self._filter:
+            held = self._filter.feed(held) + self._filter.flush()
+        self._show(held if self.leads else b"", final=True)
 
     def _show(self, data: bytes, final: bool = False) -> None:
         text = self._decoder.decode(data, final)

@@ -140,7 +140,9 @@ class FieldEmbeddings(tf.keras.layers.Layer):
             squares = tf.reduce_sum(tf.square(embeddings), [1, 2]) + tf.reduce_sum(
                 tf.square(weights), [1, 2]
             )
-            self.add_loss(self._l2 * tf.reduce_mean(squares))
+            # Of an empty batch 0, which a worker may get under all-reduce.
+            number = tf.cast(tf.size(squares), squares.dtype)
+            self.add_loss(self._l2 * tf.math.divide_no_nan(tf.reduce_sum(squares), number))
         dtype = self.compute_dtype
         return tf.cast(tf.squeeze(weights, axis=2), dtype), tf.cast(embeddings, dtype)
 

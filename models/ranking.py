@@ -19,7 +19,12 @@ class RankingModel(tfrs.Model):
     The steps differ from `tfrs.Model` in three ways: the loss is divided by the number of replicas,
     as Keras does, because all-reduce adds gradients up; the optimizer's `minimize` is used, which
     scales the loss where mixed precision asks for it; and `evaluate` returns the mean loss of all
-    examples, as the last step of `fit` does for those of an epoch.
+    examples, as the last step of `fit` does for those of an epoch. With sample weights it is, in
+    each batch, the weighted mean; examples of weight 0 do not count.
+
+    Under all-reduce a replica may get an empty batch, whose loss is 0, or a smaller one than the
+    others. The update then is that of the mean over the global batch of n examples if the examples
+    of a replica that got n_i of them have the weight n_i * replicas / n; see `Blocks.part_at`.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -30,6 +35,8 @@ class RankingModel(tfrs.Model):
             )
         )
         self._mean_loss = tf.keras.metrics.Mean(name="loss")
+        # A metric's result is of all replicas already; by default, Keras adds up theirs.
+        self.distribute_reduction_method = "first"
 
     @property
     def metrics(self) -> list[tf.keras.metrics.Metric]:
@@ -38,7 +45,10 @@ class RankingModel(tfrs.Model):
         return [self._mean_loss, *compiled]
 
     def compute_loss(self, inputs: Any, training: bool = False) -> tf.Tensor:
-        """Returns the mean binary cross-entropy of a batch (features, labels[, weights])."""
+        """Returns the mean binary cross-entropy of a batch (features, labels[, weights]).
+
+        It is sum(weight * loss) / batch size, and 0 for an empty batch.
+        """
         features, labels, weights = tf.keras.utils.unpack_x_y_sample_weight(inputs)
         logits = self(features, training=training)
         labels = tf.reshape(labels, [-1, 1])
@@ -47,7 +57,7 @@ class RankingModel(tfrs.Model):
         loss = self.task(labels, logits[:, tf.newaxis], weights, training=training)
         if self.compiled_metrics is not None:
             self.compiled_metrics.update_state(labels, tf.sigmoid(logits)[:, tf.newaxis], weights)
-        return tf.reduce_mean(loss)
+        return tf.math.divide_no_nan(tf.reduce_sum(loss), tf.cast(tf.size(loss), loss.dtype))
 
     def train_step(self, inputs: Any) -> Mapping[str, tf.Tensor]:
         """Makes one update from a batch; returns the mean loss, without regularisation, so far."""
@@ -64,5 +74,10 @@ class RankingModel(tfrs.Model):
         return self._results(loss, inputs)
 
     def _results(self, loss: tf.Tensor, inputs: Any) -> dict[str, tf.Tensor]:
-        self._mean_loss.update_state(loss, sample_weight=tf.shape(inputs[1])[0])
+        _, labels, weights = tf.keras.utils.unpack_x_y_sample_weight(inputs)
+        number = tf.cast(tf.shape(labels)[0], loss.dtype)
+        if weights is not None:
+            loss = tf.math.divide_no_nan(loss * number, tf.reduce_sum(tf.cast(weights, loss.dtype)))
+            number = tf.math.count_nonzero(weights, dtype=loss.dtype)
+        self._mean_loss.update_state(loss, sample_weight=number)
         return {metric.name: metric.result() for metric in self.metrics}

@@ -25,7 +25,7 @@ from gba_tf.local_cluster import LocalCluster  # noqa: E402
 
 _NUM_WORKERS = flags.DEFINE_integer("num_workers", 2, "Worker tasks.", lower_bound=0)
 _NUM_PS = flags.DEFINE_integer(
-    "num_ps", 1, "Parameter server tasks; 0 for all-reduce training.", lower_bound=0
+    "num_ps", 1, "Parameter server tasks; all-reduce training needs none.", lower_bound=0
 )
 _EVALUATOR = flags.DEFINE_bool("evaluator", False, "Whether to start an evaluator too.")
 # absl has a flag of this name for its own log files, which this script does not write.

@@ -116,6 +116,55 @@ def test_the_chief_speaks_on_the_terminal_and_all_speak_in_their_logs(tmp_path, 
         assert sorted(lines) == [f"err of {name}", f"out of {name}"]
 
 
+def test_worker_0_is_on_the_terminal_while_it_leads_then_the_chief_alone(tmp_path, capfd):
+    program = r"""
+from gba_tf import task_output
+if name == "worker-0":
+    print("worker-0 starts")
+    task_output.mark_leader(True)
+    sys.stdout.write("worker-0 leads\n")
+    print("worker-0 warns", file=sys.stderr, flush=True)
+    # As a task does whose program was restarted in another mode.
+    task_output.mark_leader(False)
+    print("worker-0 serves")
+    (folder / "served").touch()
+else:
+    wait_for(folder / "served")
+    task_output.mark_leader(True)
+    # As a whole line, like that of worker-0, which may be shown at the same time.
+    sys.stdout.write(f"{name} goes on\n")
+"""
+    with LocalCluster(command(tmp_path, program), 2, 0, log_dir=tmp_path) as cluster:
+        assert cluster.wait() == 0
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["chief goes on", "worker-0 leads"]
+    assert [line for line in err.splitlines() if not line.startswith("gba_tf: local")] == [
+        "worker-0 warns"
+    ]
+    assert sorted((tmp_path / "worker-0.log").read_text().splitlines()) == [
+        "worker-0 leads",
+        "worker-0 serves",
+        "worker-0 starts",
+        "worker-0 warns",
+    ]
+    assert "\x1e" not in (tmp_path / "worker-1.log").read_text()
+
+
+def test_the_output_of_a_failed_leader_is_not_shown_twice(tmp_path, capfd):
+    program = """
+from gba_tf import task_output
+if name == "worker-0":
+    task_output.mark_leader(True)
+    sys.exit("the reason")
+time.sleep(600)
+"""
+    with LocalCluster(command(tmp_path, program), 1, 0, log_dir=tmp_path) as cluster:
+        assert cluster.wait() == 1
+    err = capfd.readouterr().err
+    assert err.count("the reason") == 1
+    assert "worker-0 ended with exit code 1; its output is above and in" in err
+
+
 @pytest.mark.parametrize("install_dir", ["site-packages", "my code: 2"])
 def test_a_task_listens_on_its_reserved_port_on_loopback_only(tmp_path, monkeypatch, install_dir):
     (tmp_path / install_dir).mkdir()

@@ -247,3 +247,54 @@ def test_the_resolver_leaves_out_the_evaluator():
     resolver = cluster.cluster_resolver(read({**CLUSTER, "evaluator": ["10.0.0.5:2222"]}))
     assert resolver.cluster_spec().as_dict() == CLUSTER
     assert (resolver.task_type, resolver.task_id, resolver.rpc_layer) == ("worker", 1, "grpc")
+
+
+ALL = {**CLUSTER, "evaluator": ["10.0.0.5:2222"]}
+
+
+def test_for_all_reduce_the_workers_train_and_the_others_step_aside():
+    config = read(ALL).for_all_reduce()
+    assert config.cluster == {"worker": ("10.0.0.2:2222", "10.0.0.3:2222")}
+    assert config.bystanders == {"chief": ("10.0.0.1:2222",), "ps": ("10.0.0.4:2222",)}
+    assert (config.address, config.chief_address) == ("10.0.0.3:2222", "10.0.0.2:2222")
+    assert (config.num_workers, config.num_ps, config.chief_name) == (2, 0, "worker 0")
+    assert config.for_all_reduce() == config
+    first = read(ALL, {"type": "worker", "index": 0}).for_all_reduce()
+    assert first.is_chief and not config.is_chief
+    for job, address in (("chief", "10.0.0.1:2222"), ("ps", "10.0.0.4:2222")):
+        bystander = read(ALL, {"type": job, "index": 0}).for_all_reduce()
+        assert (bystander.task_name, bystander.address) == (f"{job} 0", address)
+        assert not bystander.is_chief
+
+
+def test_without_workers_the_chief_is_the_only_worker():
+    cluster = {"chief": ["10.0.0.1:2222"], "ps": ["10.0.0.4:2222"]}
+    chief = read(cluster, {"type": "chief", "index": 0}, require_ps=False).for_all_reduce()
+    assert chief.cluster == {"worker": ("10.0.0.1:2222",)}
+    assert chief.bystanders == {"ps": ("10.0.0.4:2222",)}
+    assert (chief.task_name, chief.is_chief) == ("worker 0", True)
+    ps = read(cluster, {"type": "ps", "index": 0}, require_ps=False).for_all_reduce()
+    assert (ps.task_name, ps.address, ps.is_chief) == ("ps 0", "10.0.0.4:2222", False)
+
+
+def test_workers_alone_are_an_all_reduce_cluster_without_bystanders():
+    config = read({"worker": CLUSTER["worker"]}, WORKER_1, require_ps=False).for_all_reduce()
+    assert config.all_reduce
+    assert config.bystanders == {} and config.followers == {}
+
+
+def test_those_who_follow_are_told_to_end_by_the_one_that_leads():
+    chief = read(ALL, {"type": "chief", "index": 0})
+    assert chief.chief_name == "the chief"
+    assert chief.followers == {
+        "worker 0": "10.0.0.2:2222",
+        "worker 1": "10.0.0.3:2222",
+        "ps 0": "10.0.0.4:2222",
+        "evaluator 0": "10.0.0.5:2222",
+    }
+    # Workers end by themselves.
+    assert read(ALL).for_all_reduce().followers == {
+        "chief 0": "10.0.0.1:2222",
+        "ps 0": "10.0.0.4:2222",
+        "evaluator 0": "10.0.0.5:2222",
+    }

@@ -1,11 +1,19 @@
 """TensorFlow's start-up lines are kept out; everything else comes through, at once and whole."""
 
+import contextlib
 import io
 import os
 
 import pytest
 
-from gba_tf.task_output import NoiseFilter, OutputCopier, last_lines
+from gba_tf.task_output import (
+    LEADER_MARKS_VARIABLE,
+    LeaderMarks,
+    NoiseFilter,
+    OutputCopier,
+    last_lines,
+    mark_leader,
+)
 
 NOISE = (
     b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR\n"
@@ -44,10 +52,49 @@ def test_what_only_began_like_noise_is_shown_at_the_end():
     assert output.flush() == b"WARNING: All log"
 
 
-def copy(data, terminal, path, hide_noise):
+def marked(monkeypatch, leads, environment="1"):
+    """What mark_leader writes to both streams."""
+    monkeypatch.setenv(LEADER_MARKS_VARIABLE, environment)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        mark_leader(leads)
+    assert out.getvalue() == err.getvalue()
+    return out.getvalue().encode()
+
+
+@pytest.mark.parametrize("piece_size", [1, 7, 64, 4096])
+def test_marks_of_a_leader_are_taken_out_however_the_output_is_cut(monkeypatch, piece_size):
+    leads, follows = marked(monkeypatch, True), marked(monkeypatch, False)
+    data = b"a\n" + leads + b"b\nc" + leads + b"d\n\x1e e" + follows + b"f\n" + leads + b"g\x1e"
+    marks = LeaderMarks(leads=False)
+    parts = [
+        part
+        for start in range(0, len(data), piece_size)
+        for part in marks.split(data[start : start + piece_size])
+    ]
+    assert b"".join(part for part, shown in parts if shown) == b"b\ncd\n\x1e eg"
+    assert b"".join(part for part, shown in parts if not shown) == b"a\nf\n"
+    assert marks.flush() == b"\x1e"
+    assert marks.leads
+
+
+def test_only_tasks_whose_output_is_watched_write_marks(monkeypatch):
+    assert marked(monkeypatch, True, environment="") == b""
+
+
+def test_a_task_is_on_the_terminal_while_it_leads_and_in_its_log_always(tmp_path, monkeypatch):
+    terminal, path = io.StringIO(), tmp_path / "worker-0.log"
+    data = b"one\n" + marked(monkeypatch, True) + NOISE + b"two\n" + marked(monkeypatch, False)
+    copy(data + b"three", terminal, path, hide_noise=True, leads=False)
+    assert terminal.getvalue() == "two\n"
+    assert path.read_bytes() == b"one\n" + NOISE + b"two\nthree"
+
+
+def copy(data, terminal, path, hide_noise, **settings):
     reading, writing = os.pipe()
     with path.open("ab", buffering=0) as log:
-        copier = OutputCopier(os.fdopen(reading, "rb", buffering=0), log, terminal, hide_noise)
+        pipe = os.fdopen(reading, "rb", buffering=0)
+        copier = OutputCopier(pipe, log, terminal, hide_noise, **settings)
         os.write(writing, data)
         os.close(writing)
         copier.join(timeout_seconds=30)

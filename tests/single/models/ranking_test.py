@@ -54,6 +54,42 @@ def test_sample_weights_weigh_examples():
     )
 
 
+def test_the_loss_and_gradients_of_an_empty_batch_are_0():
+    columns, labels = make_data(4)
+    none = ({name: values[:0] for name, values in columns.items()}, labels[:0])
+    model = make_model(l2=0.1)
+    with tf.GradientTape() as tape:
+        loss = tf.add_n([model.compute_loss(none, training=True), *model.losses])
+    assert float(loss) == 0
+    for gradient in tape.gradient(loss, model.trainable_variables):
+        assert not np.any(tf.convert_to_tensor(gradient))
+
+
+def test_uneven_parts_with_weights_average_to_the_global_batch():
+    columns, labels = make_data(10)
+    model = make_model()
+    # 3 workers got 6, 4 and 0 examples of 10; the weight of an example is 3 n_i / 10.
+    losses = []
+    for start, end, weight in ((0, 6, 1.8), (6, 10, 1.2), (10, 10, 0.0)):
+        part = {name: values[start:end] for name, values in columns.items()}
+        weights = np.full(end - start, weight, np.float32)
+        losses.append(model.compute_loss((part, labels[start:end], weights)))
+    expected = float(model.compute_loss((columns, labels)))
+    assert np.mean(losses) == pytest.approx(expected, rel=1e-5)
+
+
+def test_examples_of_weight_0_do_not_count_in_the_mean_loss():
+    columns, labels = make_data(12)
+    model = make_model()
+    model.compile()
+    # 8 examples, then 4 of which one fills up; the others make up for it.
+    weights = np.array([1.0] * 8 + [4 / 3] * 3 + [0.0], np.float32)
+    data = tf.data.Dataset.from_tensor_slices((columns, labels, weights)).batch(8)
+    eleven = ({name: values[:11] for name, values in columns.items()}, labels[:11])
+    expected = float(model.compute_loss(eleven))
+    assert model.evaluate(data, verbose=0) == pytest.approx(expected, rel=1e-5)
+
+
 def test_fit_equals_gradient_descent_by_hand():
     columns, labels = make_data()
     model, reference = make_model(l2=0.1), make_model(l2=0.1)
