@@ -10,12 +10,18 @@ __version__ = "0.1.0"
 os.environ.setdefault("TF_USE_LEGACY_KERAS", "1")
 
 _PUBLIC = {
+    "BatchPlan": "batch_plan",
     "ClusterConfig": "cluster",
     "ClusterConfigError": "cluster",
     "GBAConfig": "config",
     "GBAStrategy": "strategy",
     "LocalCluster": "local_cluster",
+    "Progress": "checkpoint",
     "TokenStats": "ops.token_server",
+    "TrainingCheckpoint": "checkpoint",
+    "create_strategy": "strategies",
+    "flush": "strategies",
+    "plan_of": "strategies",
     "serve_if_not_chief": "cluster",
 }
 

@@ -6,12 +6,13 @@ update apart.
 """
 
 import dataclasses
+from collections.abc import Iterable
 
 import tensorflow as tf
 
 from gba_tf import optimizer_hooks, update_functions
-from gba_tf.config import GBAConfig
-from gba_tf.ops.gradient_buffer import GradientBuffer, GradientSpec
+from gba_tf.config import Policy, SparseDivisor
+from gba_tf.ops.gradient_buffer import BufferContent, GradientBuffer, GradientSpec
 from gba_tf.ops.token_server import TokenServer, TokenStats
 from gba_tf.placement import ps_device, task_of
 from gba_tf.step_record import StepRecord
@@ -24,7 +25,8 @@ class UpdateGroup:
     Made from the first trace of a step, in an init_scope; later traces of the same step share it.
 
     Args:
-      config: G, B, iota.
+      policy: Of the token server.
+      sparse_divisor: See GBAConfig.
       run_id: Names the run.
       name: Unique in the run.
       record: The optimizers, variables and forms of gradients.
@@ -34,28 +36,39 @@ class UpdateGroup:
       NotImplementedError: An optimizer cannot be applied on several parameter server tasks.
     """
 
-    def __init__(self, config: GBAConfig, run_id: str, name: str, record: StepRecord, num_ps: int):
+    def __init__(
+        self,
+        policy: Policy,
+        sparse_divisor: SparseDivisor,
+        run_id: str,
+        name: str,
+        record: StepRecord,
+        num_ps: int,
+    ):
         calls = [dataclasses.replace(call, gradients=[]) for call in record.calls]
+        self.policy = policy
+        self.sparse_divisor = sparse_divisor
+        self.num_ps = num_ps
         self.optimizers = [call.optimizer for call in calls]
-        variables = record.variables()
+        self.trained_variables = [variable for call in calls for variable in call.variables]
+        self.state_variables = [state.variable for state in record.state_deltas]
         specs = _specs(record)
-        tasks = [task_of(variable) for variable in variables]
+        tasks = [task_of(variable) for variable in record.variables()]
         # k of a token server starts at 0; an optimizer that was trained before does not.
         self._first_step = int(self.optimizers[0].iterations)
-        self.token_server = TokenServer(
-            ps_device(0), run_id, name, config.gradients_per_update, config.staleness_tolerance
-        )
+        # Tokens issued when the buffers were last saved: a checkpoint has what was in them.
+        self.issued_when_saved = 0
+        self.token_server = TokenServer(ps_device(0), run_id, name, policy)
+        self._initial_state = self.token_server.serialize()
         self.shards = []
         for task in range(num_ps):
             indices = [i for i, owner in enumerate(tasks) if owner == task]
             # Task 0 owns the iterations, so it takes part even where it owns no variable.
             if indices or task == OWNER_OF_SHARED_STATE:
                 own_specs = [specs[i] for i in indices]
-                buffer = GradientBuffer(
-                    ps_device(task), run_id, name, own_specs, config.sparse_divisor
-                )
+                buffer = GradientBuffer(ps_device(task), run_id, name, own_specs, sparse_divisor)
                 self.shards.append(Shard(task, buffer, indices))
-        update_functions.trace(calls, [s.variable for s in record.state_deltas], self.shards)
+        update_functions.trace(calls, self.state_variables, self.shards)
 
     @staticmethod
     def key(record: StepRecord) -> tuple:
@@ -91,9 +104,37 @@ class UpdateGroup:
             shard.buffer.apply(decision, shard.update, shard.captured, inputs) for shard in others
         ]
 
-    def flush(self) -> None:
-        """Applies a partial buffer, divided by its own number of gradients."""
-        self.apply(self.token_server.flush())
+    def flush(self, close_partial: bool) -> None:
+        """Applies closed steps that are not applied yet, as those of a worker that died. Eager.
+
+        Args:
+          close_partial: Whether a partial buffer is closed first, divided by its own number of
+            gradients.
+        """
+        decision = self.token_server.flush(close_partial)
+        num_steps = int(decision[1])
+        if num_steps:  # Tracing takes longer than asking.
+            tf.function(self.apply, autograph=False)(decision)
+
+    def restore(self, state: tf.Tensor, buffers: Iterable[BufferContent]) -> None:
+        """Puts back what `token_server.serialize` and `buffer.serialize` of each shard returned.
+
+        The optimizer is that of the same moment.
+        """
+        for shard, content in zip(self.shards, buffers, strict=True):
+            shard.buffer.restore(*content)
+        self._restore_tokens(state)
+
+    def reset(self) -> None:
+        """Forgets all tokens and gradients: the variables are of another moment now."""
+        for shard in self.shards:
+            shard.buffer.clear()
+        self._restore_tokens(self._initial_state)
+
+    def _restore_tokens(self, state: tf.Tensor) -> None:
+        self.token_server.restore(state)
+        closed_steps = self.token_server.stats().global_step
+        self._first_step = int(self.optimizers[0].iterations) - closed_steps
 
     def give_up(self, worker_task: int) -> None:
         """Gives up what a dead worker holds, and frees its gradients."""

@@ -5,7 +5,34 @@ import numbers
 from typing import Literal
 
 DEFAULT_STALENESS_TOLERANCE = 4
+DEFAULT_STALENESS_BOUND = 4
 SparseDivisor = Literal["gradients_per_update", "gradients_with_row"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The rule of a token server: what tells gba, bsp, hop_bs and hop_bw apart.
+
+    Attributes:
+      name: "gba", "bsp", "hop_bs" or "hop_bw".
+      gradients_per_update: Committed gradients that close a global step.
+      staleness_tolerance: Of "gba": a gradient that is more global steps late has weight 0.
+      staleness_bound: Of "hop_bs": gradients by which a worker may be ahead of the slowest one.
+
+    Raises:
+      ValueError: A value is out of range, or would let nobody start.
+    """
+
+    name: str
+    gradients_per_update: int
+    staleness_tolerance: int = DEFAULT_STALENESS_TOLERANCE
+    staleness_bound: int = DEFAULT_STALENESS_BOUND
+
+    def __post_init__(self):
+        _require_integer("gradients_per_update", self.gradients_per_update, 1, "gradients")
+        _require_integer("staleness_tolerance", self.staleness_tolerance, 0, "global steps")
+        # With 0, no worker may take the first step ahead of the others, and all wait for ever.
+        _require_integer("staleness_bound", self.staleness_bound, 1, "gradients")
 
 
 @dataclasses.dataclass(frozen=True)

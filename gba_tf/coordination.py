@@ -37,6 +37,55 @@ def report_dead_workers(coordinator, give_up: Callable[[int], None]) -> None:
     handler.wait_on_failure = wait_and_report
 
 
+def report_idle_workers(
+    coordinator, join: Callable[[int], None], leave: Callable[[int], None]
+) -> None:
+    """Calls leave(task index) when a worker has nothing to do, join(task index) when it has again.
+
+    Workers that wait for the slowest one must not wait for one that was given no more steps, such
+    as at the end of an epoch. All workers count as idle in the beginning.
+    """
+    workers = coordinator._cluster.workers
+    idle = {worker.worker_index for worker in workers}
+    queue = coordinator._cluster.closure_queue
+    get = queue.get
+
+    def get_and_report(timeout=None, tag=None):
+        closure = get(timeout=0, tag=tag)
+        if closure is None:
+            # Asked first and then waited for: between a look at the queue and the waiting, another
+            # worker may have taken the last step.
+            if tag not in idle:
+                idle.add(tag)
+                _report(leave, tag)
+            closure = get(timeout=timeout, tag=tag)
+        return closure
+
+    queue.get = get_and_report
+    for worker in workers:
+        # Not when the queue hands out a step: the threads of the workers have asked it already.
+        worker._process_closure = _joining(worker._process_closure, worker.worker_index, idle, join)
+
+
+def _joining(process_closure, worker_task: int, idle: set[int], join: Callable[[int], None]):
+    @functools.wraps(process_closure)
+    def join_and_process(closure):
+        if worker_task in idle:
+            idle.discard(worker_task)
+            _report(join, worker_task)
+        process_closure(closure)
+
+    return join_and_process
+
+
+def _report(call: Callable[[int], None], worker_task: int) -> None:
+    try:
+        call(worker_task)
+    except tf.errors.OpError as error:
+        # A parameter server does not answer: the step itself will say so.
+        logging.warning("Could not report what worker %d does: %s", worker_task, error)
+
+
 def check_steps(coordinator, guarded: dict[int, tf.Variable]) -> None:
     """Refuses steps that change variables outside strategy.run, when they are scheduled.
 

@@ -146,8 +146,30 @@ def build(optimizer, variables) -> None:
         if hasattr(optimizer, "build"):
             optimizer.build(variables)
         else:
+            _refuse_slots_of_whole_variables(unwrapped(optimizer), variables)
             _ = optimizer.iterations
             optimizer._create_all_weights(variables)
+
+
+def _refuse_slots_of_whole_variables(optimizer, variables) -> None:
+    """Refuses to train with fresh slots where Keras has restored some that it will not use.
+
+    If the slots of shards do not exist yet when a checkpoint is restored, a legacy optimizer makes
+    slots for the whole variables, and forgets them when those of the shards are made.
+    """
+    for variable in variables:
+        if not hasattr(variable, "_sharded_container"):
+            continue
+        whole = variable._sharded_container()
+        # What is there later is the whole variable itself, as a sign.
+        if any(slot is not whole for slot in optimizer._slots.get(whole._unique_id, {}).values()):
+            name = type(optimizer).__name__
+            raise RuntimeError(
+                f"tf.keras.optimizers.legacy.{name}: a checkpoint was restored before the slots of"
+                f" {variable.name} and other shards existed, so that they would start anew. Restore"
+                " with gba_tf.TrainingCheckpoint, whose callback saves every epoch; or use"
+                f" tf.keras.optimizers.{name}, or no variable_partitioner."
+            )
 
 
 def unwrapped(optimizer):

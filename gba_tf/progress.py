@@ -45,6 +45,7 @@ class EpochProgress:
       examples: Examples in the epoch, for the rate.
       detail: Returns text for the end of the line, such as the loss. Default: nothing.
       stream: Default: standard output.
+      silent: Whether to show nothing, as in the processes that do not lead.
     """
 
     def __init__(
@@ -55,7 +56,9 @@ class EpochProgress:
         examples: int,
         detail: Callable[[], str] = lambda: "",
         stream: TextIO | None = None,
+        silent: bool = False,
     ):
+        self._silent = silent
         self._title = title
         self._done = done
         self._total = total
@@ -68,10 +71,13 @@ class EpochProgress:
 
     def __enter__(self) -> "EpochProgress":
         self._start = time.monotonic()
-        self._thread.start()
+        if not self._silent:
+            self._thread.start()
         return self
 
     def __exit__(self, *unused) -> None:
+        if self._silent:
+            return
         self._end.set()
         # Not for ever: the thread may be reading from a parameter server that is gone.
         self._thread.join(_JOIN_SECONDS)

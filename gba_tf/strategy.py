@@ -18,7 +18,7 @@ from tensorflow.python.framework import ops
 
 from gba_tf import coordination, input_data, legacy_keras, optimizer_hooks, training
 from gba_tf.apply import UpdateGroup
-from gba_tf.config import DEFAULT_STALENESS_TOLERANCE, GBAConfig, SparseDivisor
+from gba_tf.config import DEFAULT_STALENESS_TOLERANCE, GBAConfig, Policy, SparseDivisor
 from gba_tf.ops import library
 from gba_tf.ops.token_server import TokenStats
 from gba_tf.placement import BalancedPlacement, ps_device
@@ -26,6 +26,8 @@ from gba_tf.state_variable import StateVariable
 
 # One process is one run: parameter servers release what they hold of earlier runs.
 _RUN_ID = uuid.uuid4().hex
+# Under these a worker may wait for another one, and must not wait for one that has no work.
+_POLICIES_THAT_WAIT = ("hop_bs", "hop_bw")
 _NO_TOKENS = TokenStats(0, 0, 0, 0, 0, 0, 0, {})
 
 
@@ -54,6 +56,8 @@ class GBAStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
       staleness_tolerance: iota, in global steps. Default 4.
       variable_partitioner: As in tf.distribute.ParameterServerStrategy; shards large tables.
       sparse_divisor: See GBAConfig.
+      policy: Another rule for the token server than GBA's; `gba_tf.create_strategy` makes it for
+        the other modes. Default: "gba" with M = G / B and the staleness tolerance.
 
     Raises:
       ValueError: Sizes that do not fit (GBAConfig), or a cluster without chief, worker or ps.
@@ -70,10 +74,12 @@ class GBAStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
         staleness_tolerance: int = DEFAULT_STALENESS_TOLERANCE,
         variable_partitioner: tf.distribute.experimental.partitioners.Partitioner | None = None,
         sparse_divisor: SparseDivisor = "gradients_per_update",
+        policy: Policy | None = None,
     ):
         self.config = GBAConfig(
             global_batch_size, local_batch_size, staleness_tolerance, sparse_divisor
         )
+        self.policy = policy or Policy("gba", self.config.gradients_per_update, staleness_tolerance)
         legacy_keras.require()
         library.load()
         optimizer_hooks.install()
@@ -110,6 +116,8 @@ class GBAStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
         input_data.share_datasets(coordinator, self.extended._num_workers)
         coordination.report_dead_workers(coordinator, self._give_up)
         coordination.check_steps(coordinator, self.extended.guarded_variables)
+        if self.policy.name in _POLICIES_THAT_WAIT:
+            coordination.report_idle_workers(coordinator, self._join, self._leave)
         atexit.register(_call_if_alive, weakref.WeakMethod(self._warn_of_leftovers))
 
     def update_group(self, record) -> UpdateGroup:
@@ -121,7 +129,9 @@ class GBAStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
                 name = f"{self._name}/{next(self._group_numbers)}"
                 num_ps = self.extended._num_ps
                 with tf.init_scope():
-                    self._groups[key] = UpdateGroup(self.config, _RUN_ID, name, record, num_ps)
+                    self._groups[key] = UpdateGroup(
+                        self.policy, self.config.sparse_divisor, _RUN_ID, name, record, num_ps
+                    )
             return self._groups[key]
 
     def trained_variables(self, record) -> dict[int, tf.Variable]:
@@ -143,7 +153,7 @@ class GBAStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
         Raises:
           ValueError: No training step uses this optimizer.
         """
-        groups = self._all_groups()
+        groups = self.update_groups()
         if optimizer is not None:
             groups = [g for g in groups if any(o is optimizer for o in g.optimizers)]
             if not groups:
@@ -160,18 +170,28 @@ class GBAStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
         goes on with them, until this is called; the update it makes counts as a global step. Waits
         for steps that are scheduled.
         """
+        self.settle(close_partial=True)
+
+    def settle(self, close_partial: bool) -> None:
+        """Waits for scheduled steps, and applies every closed step that is not applied yet.
+
+        Args:
+          close_partial: Whether what is left in the buffers is closed and applied too, as by
+            `flush`. If not, it is kept.
+        """
         self._cluster_coordinator.join()
-        for group in self._all_groups():
+        for group in self.update_groups():
             # Nothing is scheduled: what is still out belongs to workers that died.
             for worker_task in range(self.extended._num_workers):
                 group.give_up(worker_task)
-            tf.function(group.flush, autograph=False)()
+            group.flush(close_partial)
 
     def variable_bytes_per_ps(self) -> tuple[int, ...]:
         """Bytes of model variables on each parameter server task."""
         return self.extended.placement.bytes_per_task
 
-    def _all_groups(self) -> list[UpdateGroup]:
+    def update_groups(self) -> list[UpdateGroup]:
+        """Those of the steps that were traced so far."""
         with self._groups_lock:
             return list(self._groups.values())
 
@@ -191,13 +211,25 @@ class GBAStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
                 )
 
     def _give_up(self, worker_task: int) -> None:
-        for group in self._all_groups():
+        for group in self.update_groups():
             group.give_up(worker_task)
+
+    def _join(self, worker_task: int) -> None:
+        for group in self.update_groups():
+            group.token_server.join(worker_task)
+
+    def _leave(self, worker_task: int) -> None:
+        for group in self.update_groups():
+            group.token_server.leave(worker_task)
 
     def _warn_of_leftovers(self) -> None:
         """At the end of the process: gradients are never forgotten silently."""
         try:
-            left = sum(group.stats().buffered for group in self._all_groups())
+            left = sum(
+                stats.buffered
+                for group in self.update_groups()
+                if (stats := group.stats()).issued != group.issued_when_saved
+            )
         except tf.errors.OpError:
             return  # The parameter servers are gone, and somebody has said so.
         if left:

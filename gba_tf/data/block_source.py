@@ -46,15 +46,17 @@ class BlockReader:
         self.blocks = blocks
 
     def read(self, position: tf.Tensor) -> Batch:
-        """The batch at `position`, counted in blocks from the start of training.
+        """The batch at `position`, see `Blocks.indices_at`.
 
         Args:
-          position: int64 scalar; epoch = position // num_blocks.
+          position: int64 scalar.
 
         Returns:
           (name -> values [batch, ...], labels float32 [batch]).
         """
-        indices = self.blocks.indices_at(position)
+        return self._gather(self.blocks.indices_at(position))
+
+    def _gather(self, indices: tf.Tensor) -> Batch:
         columns = {
             name: tf.gather(tf.constant(column), indices)
             for name, column in self._examples.columns.items()
@@ -63,8 +65,25 @@ class BlockReader:
 
     def dataset(self, first_position: int = 0) -> tf.data.Dataset:
         """The endless stream of batches, for training in one process."""
-        positions = tf.data.Dataset.counter(first_position, dtype=tf.int64)
-        return positions.map(self.read, num_parallel_calls=1).prefetch(2)
+        return _stream(first_position, self.read)
+
+    def dataset_of_parts(self, first_position: int, part: int, num_parts: int) -> tf.data.Dataset:
+        """The endless stream of one worker's equal part of each batch, for all-reduce.
+
+        Its elements are (columns, labels, weights float32 [size]), see `Blocks.part_at`: all
+        workers have as many batches of the same size, also where the examples cannot be divided.
+        """
+
+        def read(position):
+            indices, weights = self.blocks.part_at(position, part, num_parts)
+            return *self._gather(indices), weights
+
+        return _stream(first_position, read)
+
+
+def _stream(first_position: int, read) -> tf.data.Dataset:
+    positions = tf.data.Dataset.counter(first_position, dtype=tf.int64)
+    return positions.map(read, num_parallel_calls=1).prefetch(2)
 
 
 class BlockSource(tf.distribute.DistributedDataset):
@@ -75,20 +94,16 @@ class BlockSource(tf.distribute.DistributedDataset):
     Args:
       reader: What to read; the data travel to each worker once, with the training function.
       strategy: A ParameterServerStrategy, also a GBAStrategy.
-      first_position: Where to start, counted in blocks from the start of training.
     """
 
     def __init__(
         self,
         reader: BlockReader,
         strategy: tf.distribute.experimental.ParameterServerStrategy,
-        first_position: int = 0,
     ):
         self._reader = reader
         with strategy.scope():
-            self._position = tf.Variable(
-                first_position, dtype=tf.int64, trainable=False, name="position"
-            )
+            self._position = tf.Variable(0, dtype=tf.int64, trainable=False, name="position")
         # Always the same one: with another, each epoch would trace the training function again and
         # send the examples to the workers again.
         self._iterator = _BlockIterator(reader, self._position)
@@ -98,7 +113,7 @@ class BlockSource(tf.distribute.DistributedDataset):
 
     @property
     def position(self) -> int:
-        """Blocks handed out so far, counted from the start of training."""
+        """Blocks handed out so far."""
         return int(self._position)
 
     @property

@@ -11,6 +11,8 @@ from gba_tf.ops import library
 
 VALUE_DTYPES = (tf.float32, tf.float64, tf.float16, tf.bfloat16)
 ID_DTYPES = (tf.int32, tf.int64)
+# Token ids int64[n], packed gradients string[n], applied steps int64.
+BufferContent = tuple[tf.Tensor, tf.Tensor, tf.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,8 +237,8 @@ class GradientBuffer:
             )
         )
 
-    def serialize(self) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Token ids int64[n], packed gradients string[n], applied steps int64: for a checkpoint."""
+    def serialize(self) -> BufferContent:
+        """The content, for a checkpoint."""
         with tf.device(self.device):
             return self._ops.gba_serialize_buffer(buffer=self._handle)
 
@@ -255,3 +257,9 @@ class GradientBuffer:
                 blocks=blocks,
                 applied_steps=applied_steps,
             )
+
+    def clear(self) -> tf.Operation:
+        """Frees all gradients, and forgets the steps that were applied."""
+        return self.restore(
+            tf.zeros([0], tf.int64), tf.zeros([0], tf.string), tf.zeros([], tf.int64)
+        )

@@ -4,6 +4,7 @@ import dataclasses
 
 import tensorflow as tf
 
+from gba_tf.config import Policy
 from gba_tf.ops import library
 
 
@@ -16,7 +17,7 @@ class TokenStats:
     Attributes:
       issued: Tokens taken by workers.
       applied: Gradients that were part of an update with weight 1.
-      decayed: Gradients that came too late and were part of an update with weight 0.
+      decayed: Gradients that came too late: part of an update with weight 0, or of none.
       lost: Tokens of workers that died or started over.
       outstanding: Gradients that are being computed.
       buffered: Committed gradients that wait for their global step to close.
@@ -41,33 +42,37 @@ class TokenServer:
       device: Where it lives, e.g. "/job:ps/task:0/device:CPU:0".
       run_id: Names the run. Resources of other runs on that task are released.
       name: Unique in the run.
-      gradients_per_update: M.
-      staleness_tolerance: In global steps.
+      policy: How many gradients make up an update, who waits for whom, what a late one is worth.
+
+    Raises:
+      tf.errors.InvalidArgumentError: An unknown policy, settings that do not go together, or a
+        token server of that name is there with another policy.
     """
 
-    def __init__(
-        self,
-        device: str,
-        run_id: str,
-        name: str,
-        gradients_per_update: int,
-        staleness_tolerance: int,
-    ):
+    def __init__(self, device: str, run_id: str, name: str, policy: Policy):
         self._ops = library.load()
         self.device = device
         with tf.init_scope(), tf.device(device):
             self._handle = self._ops.gba_token_server(
                 run_id=run_id,
                 shared_name=name,
-                gradients_per_update=gradients_per_update,
-                staleness_tolerance=staleness_tolerance,
+                policy=policy.name,
+                gradients_per_update=policy.gradients_per_update,
+                staleness_tolerance=policy.staleness_tolerance,
+                staleness_bound=policy.staleness_bound,
             )
 
     def take(self, worker: tf.Tensor) -> tf.Tensor:
         """Takes a token for the worker of `worker_identity()`.
 
+        Waits under "hop_bs" and "hop_bw": for slower workers, or for the open step to close.
+
         Returns:
           int64 scalar: the token's id.
+
+        Raises:
+          tf.errors.CancelledError: When run: the wait ended without a token, because the step was
+            cancelled, the worker was given up or takes another token, or a newer run began.
         """
         with tf.device(self.device):
             return self._ops.gba_take_token(token_server=self._handle, worker=worker).token_id
@@ -89,13 +94,38 @@ class TokenServer:
         with tf.device(self.device):
             return self._ops.gba_mark_applied(token_server=self._handle, decision=decision)
 
-    def flush(self) -> tf.Tensor:
-        """Closes the partial buffer. Returns a decision like `commit`."""
+    def flush(self, close_partial: bool = True) -> tf.Tensor:
+        """Hands out every closed step that is not applied yet.
+
+        Args:
+          close_partial: Whether to close the partial buffer first, divided by its own number.
+
+        Returns:
+          int64 vector: a decision like that of `commit`.
+        """
         with tf.device(self.device):
-            return self._ops.gba_flush(token_server=self._handle)
+            return self._ops.gba_flush(token_server=self._handle, close_partial=close_partial)
+
+    def join(self, worker_task: int) -> tf.Operation:
+        """Says that a worker has work: others may have to wait for it."""
+        with tf.device(self.device):
+            return self._ops.gba_join_worker(
+                token_server=self._handle, worker_task=tf.constant(worker_task, tf.int64)
+            )
+
+    def leave(self, worker_task: int) -> tf.Operation:
+        """Says that a worker has no work: nobody waits for it until it joins or takes a token."""
+        with tf.device(self.device):
+            return self._ops.gba_leave_worker(
+                token_server=self._handle, worker_task=tf.constant(worker_task, tf.int64)
+            )
 
     def give_up(self, worker_task: int) -> tf.Tensor:
-        """Gives up what a dead worker holds. Returns the lost ids, an int64 vector."""
+        """Gives up what a dead worker holds, and ends all waits for it.
+
+        Returns:
+          int64 vector: the lost ids.
+        """
         with tf.device(self.device):
             return self._ops.gba_give_up_tokens(
                 token_server=self._handle, worker_task=tf.constant(worker_task, tf.int64)
@@ -105,7 +135,7 @@ class TokenServer:
         """Reads the counts, all at one moment."""
         with tf.device(self.device):
             counts, staleness = self._ops.gba_token_stats(token_server=self._handle)
-        issued, applied, decayed, lost, outstanding, buffered, step, _ = counts.numpy().tolist()
+        issued, applied, decayed, lost, outstanding, buffered, step, *_ = counts.numpy().tolist()
         return TokenStats(
             issued=issued,
             applied=applied,
@@ -117,6 +147,22 @@ class TokenServer:
             staleness=dict(staleness.numpy().tolist()),
         )
 
+    def num_waiting(self) -> int:
+        """The number of workers that wait for a token right now."""
+        with tf.device(self.device):
+            return int(self._ops.gba_token_stats(token_server=self._handle).counts[-1])
+
+    def worker_seconds(self) -> dict[int, tuple[int, float]]:
+        """How long gradients take, from the hand-over of the token to the commit.
+
+        Returns:
+          Worker task -> (gradients it has committed, late ones included; the sum of their seconds).
+        """
+        with tf.device(self.device):
+            columns = self._ops.gba_worker_seconds(token_server=self._handle)
+        tasks, gradients, seconds = (column.numpy().tolist() for column in columns)
+        return dict(zip(tasks, zip(gradients, seconds, strict=True), strict=True))
+
     def serialize(self) -> tf.Tensor:
         """The state for a checkpoint, a string scalar. Outstanding tokens are saved as lost."""
         with tf.device(self.device):
@@ -126,7 +172,8 @@ class TokenServer:
         """Replaces the state.
 
         Raises:
-          tf.errors.InvalidArgumentError: `state` is damaged or of another M; nothing is changed.
+          tf.errors.InvalidArgumentError: `state` is damaged or of another policy or M; nothing is
+            changed.
         """
         with tf.device(self.device):
             return self._ops.gba_restore_token_server(token_server=self._handle, state=state)

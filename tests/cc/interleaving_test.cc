@@ -8,6 +8,7 @@
 
 #include "gba_tf/cc/core/gradient_buffer.h"
 #include "gba_tf/cc/core/token_server.h"
+#include "tests/cc/take.h"
 #include "tests/cc/testing.h"
 
 namespace {
@@ -23,6 +24,7 @@ using gba::SparseDivisor;
 using gba::Token;
 using gba::TokenServer;
 using gba::TokenStats;
+using gba_testing::Take;
 
 constexpr int64_t kElements = 37;  // Not a multiple of a vector.
 constexpr int64_t kRows = 12;
@@ -188,7 +190,7 @@ void Work(Run* run, int64_t task, int num_tokens, uint64_t seed) {
   while (run->waiting > 0) std::this_thread::yield();
   std::vector<gba::TokenId> own;
   for (int i = 0; i < num_tokens; ++i) {
-    const Token token = run->server.Take({task, i});
+    const Token token = Take(&run->server, {task, i});
     own.push_back(token.id);
     pause();
     if (random() % 16 == 0) continue;  // Dies before the push; its next incarnation takes again.
@@ -219,14 +221,14 @@ void Work(Run* run, int64_t task, int num_tokens, uint64_t seed) {
       EXPECT_EQ(outcome.counted, false);
       ApplyAndMark(run, outcome, 15);
     }
-    if (random() % 64 == 0) ApplyAndMark(run, run->server.Flush(), 15);
+    if (random() % 64 == 0) ApplyAndMark(run, run->server.Flush(true), 15);
   }
 }
 
 void CheckEnd(Run* run, bool flushed_in_between) {
   // The end of training: every worker is gone, the rest is applied.
   for (int64_t task = 0; task < 4; ++task) run->server.GiveUp(task);
-  const CommitOutcome rest = run->server.Flush();
+  const CommitOutcome rest = run->server.Flush(true);
   ApplyAndMark(run, rest, 15);
   const TokenStats stats = run->server.stats();
   CheckEquation(stats);
@@ -307,7 +309,7 @@ TEST(WithoutFlushesEveryStepHasMDistinctGradients) {
     for (int64_t task = 0; task < 4; ++task) {
       workers.emplace_back([&run, task] {
         for (int i = 0; i < 200; ++i) {
-          const Token token = run.server.Take({task, 0});
+          const Token token = Take(&run.server, {task, 0});
           for (ParameterServer& ps : run.parameter_servers) {
             EXPECT_OK(ps.buffer()->Push(token.id, Gradient(token.id)));
           }

@@ -5,6 +5,7 @@
 #include <set>
 
 #include "gba_tf/cc/core/token_server.h"
+#include "tests/cc/take.h"
 #include "tests/cc/testing.h"
 
 namespace {
@@ -15,6 +16,7 @@ using gba::GbaPolicy;
 using gba::Token;
 using gba::TokenServer;
 using gba::TokenStats;
+using gba_testing::Take;
 
 // Keeps every token that ever was in one list, and counts by looking through it.
 class Model {
@@ -100,7 +102,7 @@ TEST(RandomSequencesAgreeWithASequentialModel) {
       const int64_t task = static_cast<int64_t>(random() % 5);
       const uint64_t action = random() % 32;
       if (action < 14) {
-        const Token token = server->Take({task, 0});
+        const Token token = Take(server.get(), {task, 0});
         EXPECT_EQ(token.value, model.Take(task));
         EXPECT_EQ(token.id, static_cast<int64_t>(model.items.size()) - 1);
       } else if (action < 26 && !model.items.empty()) {
@@ -126,7 +128,7 @@ TEST(RandomSequencesAgreeWithASequentialModel) {
         model.MarkAll();
       } else if (action == 30) {
         if (model.Count(Model::kBuffered) > 0) model.Close(-1);
-        EXPECT_EQ(Steps(server->Flush()), model.unapplied);
+        EXPECT_EQ(Steps(server->Flush(true)), model.unapplied);
       } else if (action == 31) {  // Save and restore.
         const std::string bytes = server->Serialize();
         server = std::make_unique<TokenServer>(std::make_unique<GbaPolicy>(m, tolerance));

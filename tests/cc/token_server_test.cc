@@ -3,6 +3,7 @@
 #include <cstring>
 #include <limits>
 
+#include "tests/cc/take.h"
 #include "tests/cc/testing.h"
 
 namespace {
@@ -14,6 +15,7 @@ using gba::StatusCode;
 using gba::Token;
 using gba::TokenServer;
 using gba::TokenStats;
+using gba_testing::Take;
 
 std::unique_ptr<GbaPolicy> Policy(int64_t gradients_per_update, int64_t tolerance) {
   return std::make_unique<GbaPolicy>(gradients_per_update, tolerance);
@@ -39,8 +41,8 @@ using Ints = std::vector<int64_t>;
 
 TEST(ExampleInTheHeader) {
   TokenServer server(Policy(2, 4));
-  const Token a = server.Take({0, 0});
-  const Token b = server.Take({1, 0});
+  const Token a = Take(&server, {0, 0});
+  const Token b = Take(&server, {1, 0});
   EXPECT_EQ(a.id, 0);
   EXPECT_EQ(a.value, 0);
   EXPECT_EQ(b.id, 1);
@@ -48,7 +50,7 @@ TEST(ExampleInTheHeader) {
   const CommitOutcome first = Commit(&server, 1);
   EXPECT_EQ(first.counted, true);
   EXPECT_EQ(Steps(first), Ints{});
-  EXPECT_EQ(server.Take({1, 0}).value, 1);
+  EXPECT_EQ(Take(&server, {1, 0}).value, 1);
   const CommitOutcome second = Commit(&server, 0);
   ASSERT_EQ(Steps(second), Ints{0});
   EXPECT_EQ(second.to_apply[0].ids, (Ints{0, 1}));
@@ -60,25 +62,26 @@ TEST(ExampleInTheHeader) {
 TEST(EveryValueOccursMTimes) {
   TokenServer server(Policy(3, 4));
   Ints values;
-  for (int worker = 0; worker < 9; ++worker) values.push_back(server.Take({worker, 0}).value);
+  for (int worker = 0; worker < 9; ++worker) values.push_back(Take(&server, {worker, 0}).value);
   EXPECT_EQ(values, (Ints{0, 0, 0, 1, 1, 1, 2, 2, 2}));
 }
 
 TEST(LostTokensDoNotMakeTheValuesDrift) {
   TokenServer server(Policy(2, 4));
   Ints values;
-  for (int i = 0; i < 5; ++i) values.push_back(server.Take({7, i}).value);  // Takes and dies.
+  for (int i = 0; i < 5; ++i) values.push_back(Take(&server, {7, i}).value);  // Takes and dies.
   EXPECT_EQ(values, (Ints{0, 0, 0, 0, 0}));
-  EXPECT_EQ(server.Take({8, 0}).value, 0);
-  EXPECT_EQ(server.Take({9, 0}).value, 1);
+  EXPECT_EQ(Take(&server, {8, 0}).value, 0);
+  EXPECT_EQ(Take(&server, {9, 0}).value, 1);
   EXPECT_EQ(Counts(server.stats()), (Ints{7, 0, 0, 4, 3, 0}));
 }
 
 TEST(StaleGradientIsCountedAsDecayedAndTakesItsPlace) {
   TokenServer server(Policy(2, 0));
-  const Token slow = server.Take({0, 0});
-  for (int i = 0; i < 2; ++i) Commit(&server, server.Take({1, 0}).id);  // Ids 1 and 2 close step 0.
-  Commit(&server, server.Take({1, 0}).id);                              // Id 3.
+  const Token slow = Take(&server, {0, 0});
+  for (int i = 0; i < 2; ++i)
+    Commit(&server, Take(&server, {1, 0}).id);  // Ids 1 and 2 close step 0.
+  Commit(&server, Take(&server, {1, 0}).id);    // Id 3.
   const CommitOutcome outcome = Commit(&server, slow.id);
   ASSERT_EQ(Steps(outcome), (Ints{0, 1}));
   EXPECT_EQ(outcome.to_apply[0].ids, (Ints{1, 2}));
@@ -93,11 +96,11 @@ TEST(StaleGradientIsCountedAsDecayedAndTakesItsPlace) {
 
 TEST(SecondCommitOfAnIdDoesNotCount) {
   TokenServer server(Policy(2, 4));
-  server.Take({0, 0});
+  Take(&server, {0, 0});
   EXPECT_EQ(Commit(&server, 0).counted, true);
   EXPECT_EQ(Commit(&server, 0).counted, false);
   EXPECT_EQ(Counts(server.stats()), (Ints{1, 0, 0, 0, 0, 1}));
-  server.Take({0, 0});
+  Take(&server, {0, 0});
   EXPECT_EQ(Commit(&server, 1).counted, true);
   EXPECT_EQ(Commit(&server, 1).counted, false);
   EXPECT_EQ(server.stats().global_step, 1);
@@ -105,7 +108,7 @@ TEST(SecondCommitOfAnIdDoesNotCount) {
 
 TEST(CommitOfAGivenUpTokenDoesNotCount) {
   TokenServer server(Policy(1, 4));
-  server.Take({0, 0});
+  Take(&server, {0, 0});
   EXPECT_EQ(server.GiveUp(0), Ints{0});
   EXPECT_EQ(server.GiveUp(0), Ints{});
   const CommitOutcome outcome = Commit(&server, 0);
@@ -117,8 +120,8 @@ TEST(CommitOfAGivenUpTokenDoesNotCount) {
 
 TEST(TakeGivesUpTheTokenThatTheTaskStillHolds) {
   TokenServer server(Policy(4, 4));
-  server.Take({3, 100});
-  server.Take({3, 101});
+  Take(&server, {3, 100});
+  Take(&server, {3, 101});
   EXPECT_EQ(Commit(&server, 0).counted, false);
   EXPECT_EQ(Commit(&server, 1).counted, true);
   EXPECT_EQ(Counts(server.stats()), (Ints{2, 0, 0, 1, 0, 1}));
@@ -126,7 +129,7 @@ TEST(TakeGivesUpTheTokenThatTheTaskStillHolds) {
 
 TEST(CommitOfAnIdThatWasNeverIssuedIsNotFound) {
   TokenServer server(Policy(1, 4));
-  server.Take({0, 0});
+  Take(&server, {0, 0});
   CommitOutcome outcome;
   EXPECT_ERROR(server.Commit(1, &outcome), StatusCode::kNotFound, "in [0, 1), found 1");
   EXPECT_ERROR(server.Commit(-1, &outcome), StatusCode::kNotFound, "found -1");
@@ -134,9 +137,9 @@ TEST(CommitOfAnIdThatWasNeverIssuedIsNotFound) {
 
 TEST(ClosingCommitIsHandedEveryUnappliedStepInOrder) {
   TokenServer server(Policy(1, 4));
-  server.Take({0, 0});
-  server.Take({1, 0});
-  server.Take({2, 0});
+  Take(&server, {0, 0});
+  Take(&server, {1, 0});
+  Take(&server, {2, 0});
   EXPECT_EQ(Steps(Commit(&server, 0)), (Ints{0}));
   EXPECT_EQ(Steps(Commit(&server, 2)), (Ints{0, 1}));
   EXPECT_OK(server.MarkApplied(0));
@@ -152,7 +155,7 @@ TEST(ClosingCommitIsHandedEveryUnappliedStepInOrder) {
 
 TEST(NonClosingCommitIsHandedNothingWhileTheClosingWorkerApplies) {
   TokenServer server(Policy(2, 4));
-  for (int worker = 0; worker < 3; ++worker) server.Take({worker, 0});
+  for (int worker = 0; worker < 3; ++worker) Take(&server, {worker, 0});
   Commit(&server, 0);
   EXPECT_EQ(Steps(Commit(&server, 1)), (Ints{0}));
   EXPECT_EQ(Steps(Commit(&server, 2)), (Ints{}));
@@ -160,7 +163,7 @@ TEST(NonClosingCommitIsHandedNothingWhileTheClosingWorkerApplies) {
 
 TEST(StepOfAGivenUpWorkerIsHandedToTheNextCommit) {
   TokenServer server(Policy(2, 4));
-  for (int worker = 0; worker < 3; ++worker) server.Take({worker, 0});
+  for (int worker = 0; worker < 3; ++worker) Take(&server, {worker, 0});
   Commit(&server, 0);
   Commit(&server, 1);                   // Worker 1 closes step 0 and dies.
   EXPECT_EQ(server.GiveUp(0), Ints{});  // Another worker's death makes no difference.
@@ -174,51 +177,64 @@ TEST(StepOfAGivenUpWorkerIsHandedToTheNextCommit) {
 
 TEST(StepOfAWorkerThatTakesAnotherTokenIsHandedToTheNextCommit) {
   TokenServer server(Policy(2, 4));
-  for (int worker = 0; worker < 3; ++worker) server.Take({worker, 0});
+  for (int worker = 0; worker < 3; ++worker) Take(&server, {worker, 0});
   Commit(&server, 0);
   Commit(&server, 1);
-  server.Take({0, 0});  // Worker 0 did not close step 0.
+  Take(&server, {0, 0});  // Worker 0 did not close step 0.
   EXPECT_EQ(Steps(Commit(&server, 1)), (Ints{}));
-  server.Take({1, 1});
+  Take(&server, {1, 1});
   EXPECT_EQ(Steps(Commit(&server, 2)), (Ints{0}));
 }
 
 TEST(FlushClosesThePartialBufferWithItsOwnCount) {
   TokenServer server(Policy(4, 4));
-  for (int worker = 0; worker < 4; ++worker) server.Take({worker, 0});
+  for (int worker = 0; worker < 4; ++worker) Take(&server, {worker, 0});
   for (int id : {2, 0, 1}) Commit(&server, id);
-  const CommitOutcome outcome = server.Flush();
+  const CommitOutcome outcome = server.Flush(true);
   ASSERT_EQ(Steps(outcome), (Ints{0}));
   EXPECT_EQ(outcome.to_apply[0].ids, (Ints{0, 1, 2}));
   EXPECT_EQ(outcome.to_apply[0].divisor, 3);
   EXPECT_EQ(outcome.oldest_live_id, 3);
   EXPECT_EQ(Counts(server.stats()), (Ints{4, 3, 0, 0, 1, 0}));
-  EXPECT_EQ(Steps(server.Flush()), (Ints{0}));  // Still unapplied; nothing new to close.
+  EXPECT_EQ(Steps(server.Flush(true)), (Ints{0}));  // Still unapplied; nothing new to close.
   EXPECT_OK(server.MarkApplied(0));
-  EXPECT_EQ(Steps(server.Flush()), (Ints{}));
-  EXPECT_EQ(server.Take({0, 0}).value, 1);  // Step 1 + floor(1 outstanding / 4).
+  EXPECT_EQ(Steps(server.Flush(true)), (Ints{}));
+  EXPECT_EQ(Take(&server, {0, 0}).value, 1);  // Step 1 + floor(1 outstanding / 4).
+}
+
+TEST(FlushThatKeepsThePartialBufferOnlyHandsOutClosedSteps) {
+  TokenServer server(Policy(2, 4));
+  for (int worker = 0; worker < 3; ++worker) Take(&server, {worker, 0});
+  for (int id : {0, 1, 2}) Commit(&server, id);
+  const CommitOutcome outcome = server.Flush(/*close_partial=*/false);
+  ASSERT_EQ(Steps(outcome), (Ints{0}));
+  EXPECT_EQ(outcome.to_apply[0].ids, (Ints{0, 1}));
+  EXPECT_EQ(outcome.oldest_live_id, 2);
+  EXPECT_EQ(Counts(server.stats()), (Ints{3, 2, 0, 0, 0, 1}));
+  EXPECT_OK(server.MarkApplied(0));
+  EXPECT_EQ(Steps(server.Flush(/*close_partial=*/false)), (Ints{}));
 }
 
 TEST(OldestLiveIdIsTheSmallestOutstandingOrBufferedOne) {
   TokenServer server(Policy(2, 4));
-  for (int worker = 0; worker < 4; ++worker) server.Take({worker, 0});
+  for (int worker = 0; worker < 4; ++worker) Take(&server, {worker, 0});
   EXPECT_EQ(Commit(&server, 1).oldest_live_id, 0);
   server.GiveUp(0);
   EXPECT_EQ(Commit(&server, 1).oldest_live_id, 1);
   EXPECT_EQ(Commit(&server, 3).oldest_live_id, 2);
   EXPECT_EQ(Commit(&server, 2).oldest_live_id, 2);
-  EXPECT_EQ(server.Flush().oldest_live_id, 4);
+  EXPECT_EQ(server.Flush(true).oldest_live_id, 4);
 }
 
 // 6 tokens: 0, 1 applied in step 0 (unapplied), 2 lost, 3 buffered, 4, 5 outstanding.
 void Fill(TokenServer* server) {
-  for (int worker = 0; worker < 4; ++worker) server->Take({worker, 0});
+  for (int worker = 0; worker < 4; ++worker) Take(server, {worker, 0});
   Commit(server, 1);
   Commit(server, 0);
   Commit(server, 3);
   server->GiveUp(2);
-  server->Take({4, 0});
-  server->Take({5, 0});
+  Take(server, {4, 0});
+  Take(server, {5, 0});
 }
 
 TEST(RestoredServerGoesOnWhereTheSavedOneStood) {
@@ -226,7 +242,7 @@ TEST(RestoredServerGoesOnWhereTheSavedOneStood) {
   Fill(&saved);
   EXPECT_EQ(Counts(saved.stats()), (Ints{6, 2, 0, 1, 2, 1}));
   TokenServer restored(Policy(2, 4));
-  restored.Take({0, 0});
+  Take(&restored, {0, 0});
   EXPECT_OK(restored.Restore(saved.Serialize()));
   EXPECT_EQ(Counts(restored.stats()), (Ints{6, 2, 0, 3, 0, 1}));
   EXPECT_EQ(restored.stats().global_step, 1);
@@ -237,7 +253,7 @@ TEST(RestoredServerGoesOnWhereTheSavedOneStood) {
   EXPECT_EQ(late.counted, false);
   EXPECT_EQ(Steps(late), (Ints{0}));  // Nobody else will apply it.
   EXPECT_EQ(late.oldest_live_id, 3);
-  const Token next = restored.Take({0, 0});
+  const Token next = Take(&restored, {0, 0});
   EXPECT_EQ(next.id, 6);
   EXPECT_EQ(next.value, 1);
   const CommitOutcome outcome = Commit(&restored, 6);
@@ -252,13 +268,13 @@ TEST(RestoredServerGoesOnWhereTheSavedOneStood) {
 
 TEST(SavedTokenKeepsItsValue) {
   TokenServer saved(Policy(2, 0));
-  saved.Take({0, 0});
-  for (int i = 0; i < 2; ++i) Commit(&saved, saved.Take({1, 0}).id);
+  Take(&saved, {0, 0});
+  for (int i = 0; i < 2; ++i) Commit(&saved, Take(&saved, {1, 0}).id);
   EXPECT_OK(saved.MarkApplied(0));
   Commit(&saved, 0);  // Value 0, buffered in step 1: will be too stale.
   TokenServer restored(Policy(2, 0));
   EXPECT_OK(restored.Restore(saved.Serialize()));
-  const CommitOutcome outcome = Commit(&restored, restored.Take({0, 0}).id);
+  const CommitOutcome outcome = Commit(&restored, Take(&restored, {0, 0}).id);
   ASSERT_EQ(Steps(outcome), (Ints{1}));
   EXPECT_EQ(outcome.to_apply[0].weights, (std::vector<float>{0, 1}));
 }
@@ -268,7 +284,7 @@ TEST(RestoreRefusesDamageAndChangesNothing) {
   Fill(&saved);
   const std::string bytes = saved.Serialize();
   TokenServer server(Policy(2, 4));
-  server.Take({9, 0});
+  Take(&server, {9, 0});
   const std::string before = server.Serialize();
   for (size_t size = 0; size < bytes.size(); ++size) {
     EXPECT_EQ(server.Restore(bytes.substr(0, size)).ok(), false);
@@ -285,15 +301,23 @@ TEST(RestoreRefusesDamageAndChangesNothing) {
   EXPECT_ERROR(server.Restore(bytes.substr(0, bytes.size() - 8)), StatusCode::kInvalidArgument,
                "damaged or truncated");
   std::string other_version = bytes;
-  other_version[8] = 2;
+  other_version[8] = 1;
   EXPECT_ERROR(server.Restore(other_version), StatusCode::kInvalidArgument,
-               "Expected format version 1 of the saved token server state, found 2");
+               "Expected format version 2 of the saved token server state, found 1");
   EXPECT_ERROR(server.Restore(std::string(100, 'x')), StatusCode::kInvalidArgument,
                "Expected the saved state of a token server");
 }
 
-TEST(RestoreRefusesAnotherM) {
+TEST(RestoreRefusesAnotherPolicyOrM) {
   TokenServer saved(Policy(2, 4));
+  EXPECT_ERROR(
+      TokenServer(std::make_unique<gba::HopBwPolicy>(2)).Restore(saved.Serialize()),
+      StatusCode::kInvalidArgument,
+      "saved with policy hop_bw, found gba. Go on in the mode it was saved in, or apply the "
+      "buffered gradients");
+  TokenServer backup_workers(std::make_unique<gba::HopBwPolicy>(2));
+  EXPECT_ERROR(TokenServer(Policy(2, 4)).Restore(backup_workers.Serialize()),
+               StatusCode::kInvalidArgument, "saved with policy gba, found hop_bw.");
   TokenServer server(Policy(3, 4));
   EXPECT_ERROR(server.Restore(saved.Serialize()), StatusCode::kInvalidArgument,
                "saved with 3 gradients per update, found 2");
@@ -315,20 +339,20 @@ TEST(RestoreSurvivesHostileNumbers) {
   Fill(&saved);
   const std::string bytes = saved.Serialize();
   const size_t num_numbers = bytes.size() / 8 - 1;
-  EXPECT_OK(TokenServer(Policy(2, 4)).Restore(Forge(bytes, 3, 6)));  // Forging keeps it readable.
+  EXPECT_OK(TokenServer(Policy(2, 4)).Restore(Forge(bytes, 4, 6)));  // Forging keeps it readable.
   for (size_t i = 0; i < num_numbers; ++i) {
     for (int64_t value : {int64_t{-1}, int64_t{1} << 61, std::numeric_limits<int64_t>::max(),
                           std::numeric_limits<int64_t>::min()}) {
       TokenServer server(Policy(2, 4));
       // Whatever is accepted must be safe to use.
       if (!server.Restore(Forge(bytes, i, value)).ok()) continue;
-      server.Take({0, 0});
-      server.Flush();
+      Take(&server, {0, 0});
+      server.Flush(true);
     }
   }
-  EXPECT_ERROR(TokenServer(Policy(2, 4)).Restore(Forge(bytes, 3, 7)), StatusCode::kInvalidArgument,
+  EXPECT_ERROR(TokenServer(Policy(2, 4)).Restore(Forge(bytes, 4, 7)), StatusCode::kInvalidArgument,
                "expected issued = applied + decayed + lost + buffered");
-  EXPECT_ERROR(TokenServer(Policy(2, 4)).Restore(Forge(bytes, 8, 1000)),
+  EXPECT_ERROR(TokenServer(Policy(2, 4)).Restore(Forge(bytes, 9, 1000)),
                StatusCode::kInvalidArgument, "its lists do not fill its bytes");
 }
 

@@ -115,14 +115,3 @@ def test_other_data_on_the_same_cluster_are_left_alone(cluster):
     model.fit(of_one_example.repeat(), steps_per_epoch=6, verbose=0)
     visits = model.visits.embeddings.numpy()
     assert visits[7] == 6 and np.count_nonzero(visits) == 1
-
-
-def test_it_starts_where_it_is_told(cluster):
-    strategy = cluster.strategy(2, 1, global_batch_size=BATCH, local_batch_size=BATCH)
-    reader = new_reader()
-    source = BlockSource(reader, strategy, first_position=17)
-    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-    result = coordinator.schedule(tf.function(lambda blocks: next(blocks)[0]), args=(iter(source),))
-    expected = reader.blocks.indices_at(17).numpy().tolist()
-    assert result.fetch()["id"].tolist() == expected
-    assert source.position == 18

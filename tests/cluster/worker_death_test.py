@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import gba_tf  # noqa: F401  Makes tf.keras tf-keras.
 from gba_tf.apply import UpdateGroup
+from gba_tf.config import Policy
 from gba_tf.ops.gradient_buffer import GradientBuffer
 from gba_tf.ops.token_server import TokenServer, worker_identity
 
@@ -208,11 +209,14 @@ class Training:
 
 
 @pytest.fixture
-def strategy(own_cluster):
+def strategy(own_cluster, request):
     """Two living workers; a dead one is started again after the test."""
     processes = own_cluster.processes
     yield own_cluster.strategy(
-        global_batch_size=GRADIENTS_PER_UPDATE, local_batch_size=1, staleness_tolerance=1000
+        global_batch_size=GRADIENTS_PER_UPDATE,
+        local_batch_size=1,
+        staleness_tolerance=1000,
+        policy=getattr(request, "param", None),
     )
     if processes.processes[f"worker-{VICTIM}"].poll() is not None:
         restart_victim(own_cluster)
@@ -275,6 +279,20 @@ def test_a_restarted_worker_joins_again(own_cluster, strategy, death, monkeypatc
     training.assert_that_all_counts_add_up(
         num_steps + committed_twice(place), lost=1 - committed_twice(place)
     )
+
+
+@pytest.mark.parametrize(
+    "strategy", [Policy("hop_bs", 1, staleness_bound=1), Policy("hop_bw", 2)], indirect=True
+)
+def test_a_wait_for_the_dead_worker_ends(strategy, death, monkeypatch):
+    # Without the victim, whose token is out, nobody may take another one and no step can close.
+    before_the_pushes(monkeypatch, death)
+    training = Training(strategy)
+    num_steps = training.run_beyond(death)
+    stats = strategy.stats()
+    assert (stats.lost, stats.outstanding) == (1, 0)
+    assert stats.issued == num_steps + 1
+    assert stats.applied + stats.decayed + stats.buffered == num_steps
 
 
 def test_an_update_that_was_started_is_finished_without_the_worker(strategy, death, monkeypatch):

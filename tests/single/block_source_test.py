@@ -61,6 +61,17 @@ def test_the_stream_can_start_in_the_middle():
     assert later == blocks[2:]
 
 
+def test_the_parts_of_a_stream_are_its_batches():
+    whole = [columns["id"].numpy() for columns, _ in reader().dataset(1).take(2)]
+    parts = [list(reader().dataset_of_parts(1, part, 2).take(2)) for part in range(2)]
+    for batch, *of_workers in zip(whole, *parts, strict=True):
+        ids = np.concatenate([columns["id"].numpy() for columns, _, _ in of_workers])
+        assert ids.tolist() == batch.tolist()
+        assert all(
+            weights.numpy().tolist() == [1] * (len(batch) // 2) for _, _, weights in of_workers
+        )
+
+
 def test_blocks_of_other_data_are_refused():
     with pytest.raises(ValueError, match="expected 10 examples, found blocks of 11"):
         BlockReader(examples(), Blocks(11, BATCH, seed=3))

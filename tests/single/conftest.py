@@ -6,6 +6,7 @@ import uuid
 import pytest
 import tensorflow as tf
 
+from gba_tf.config import Policy
 from gba_tf.ops.gradient_buffer import GradientBuffer, pack
 from gba_tf.ops.token_server import TokenServer
 
@@ -15,8 +16,8 @@ CPU = "/device:CPU:0"
 class Applied:
     """A server, a buffer and variables that an update function writes."""
 
-    def __init__(self, run_id, specs, m=2, update=None, name="", **options):
-        self.server = TokenServer(CPU, run_id, name, m, 1)
+    def __init__(self, run_id, specs, m=2, update=None, name="", policy=None, **options):
+        self.server = TokenServer(CPU, run_id, name, policy or Policy("gba", m, 1))
         self.buffer = GradientBuffer(CPU, run_id, name, specs, **options)
         self.specs = specs
         self.variables = [tf.Variable(tf.zeros(spec.shape, spec.dtype)) for spec in specs]
@@ -39,9 +40,12 @@ class Applied:
     def _apply_in_graph(self, decision):
         return self.buffer.apply(decision, self.update, self.update.captured_inputs)
 
+    def pack(self, gradients):
+        return pack(self.specs, gradients)
+
     def push_and_commit(self, task, gradients):
         token = self.server.take(tf.constant([task, 17], tf.int64))
-        pushed = self.buffer.push(token, pack(self.specs, gradients))
+        pushed = self.buffer.push(token, self.pack(gradients))
         return self.server.commit([pushed])
 
     def apply(self, decision):
@@ -60,12 +64,12 @@ def make_server(run_id):
     """make_server(name, m, tolerance, run_id) -> TokenServer of this test's run."""
 
     def make(name="server", m=2, tolerance=1, run_id=run_id):
-        return TokenServer(CPU, run_id, name, m, tolerance)
+        return TokenServer(CPU, run_id, name, Policy("gba", m, tolerance))
 
     return make
 
 
 @pytest.fixture
 def make_applied(run_id):
-    """make_applied(specs, m, update, name, sparse_divisor) -> Applied of this test's run."""
+    """make_applied(specs, m, update, name, policy, sparse_divisor) -> Applied of this run."""
     return functools.partial(Applied, run_id)

@@ -66,6 +66,15 @@ def test_flush_closes_a_partial_buffer_with_its_own_divisor(make_server):
     assert counts(server.stats()) == (3, 3, 0, 0, 0, 0, 1)
 
 
+def test_flush_can_keep_the_partial_buffer(make_server):
+    server = make_server(m=2)
+    for task in range(3):
+        server.commit([server.take(worker(task))])
+    # Step 0 with tokens 0 and 1 is closed and not applied; token 2 stays in the buffer.
+    assert server.flush(close_partial=False).numpy().tolist() == [2, 1, 0, 2, 2, 0, 1, 1, 1]
+    assert counts(server.stats()) == (3, 2, 0, 0, 0, 1, 1)
+
+
 def test_the_token_of_a_dead_worker_is_lost_and_its_gradient_dropped(make_server, run_id):
     server = make_server()
     buffer = GradientBuffer(CPU, run_id, "buffer", [DENSE])
@@ -109,7 +118,9 @@ def test_a_new_run_releases_what_the_one_before_it_held(make_server, run_id):
 
 def test_one_name_stands_for_one_form(make_server, run_id):
     make_server(m=2)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="with M = 3.*found.*M = 2"):
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match="policy gba with M = 3.*found.*gba with M = 2"
+    ):
         make_server(m=3).stats()
     GradientBuffer(CPU, run_id, "buffer", [DENSE])
     with pytest.raises(tf.errors.InvalidArgumentError, match="found one for other variables"):
@@ -149,27 +160,34 @@ def test_shapes_are_known_in_a_graph(make_server, run_id):
             decision=decision.shape,
             lost=server.give_up(0).shape,
             stats=stats.shape,
+            flushed=server.flush().shape,
             staleness=staleness.shape,
             buffer_stats=ops.gba_buffer_stats(buffer=buffer._handle).shape,
             state=server.serialize().shape,
+            worker_seconds=[
+                tensor.shape.as_list()
+                for tensor in ops.gba_worker_seconds(token_server=server._handle)
+            ],
             saved=[tensor.shape.as_list() for tensor in buffer.serialize()],
         )
 
     graph.get_concrete_function()
-    saved = shapes.pop("saved")
+    saved, seconds = shapes.pop("saved"), shapes.pop("worker_seconds")
     assert {name: shape.as_list() for name, shape in shapes.items()} == {
         "identity": [2],
         "block": [None],
         "token": [],
         "pushed": [],
         "decision": [None],
+        "flushed": [None],
         "lost": [None],
-        "stats": [8],
+        "stats": [9],
         "staleness": [None, 2],
         "buffer_stats": [3],
         "state": [],
     }
     assert saved == [[None], [None], []]
+    assert seconds == [[None], [None], [None]]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@
 
 namespace gba {
 
-enum class StatusCode { kOk, kInvalidArgument, kNotFound, kFailedPrecondition };
+enum class StatusCode { kOk, kInvalidArgument, kNotFound, kFailedPrecondition, kCancelled };
 
 class [[nodiscard]] Status {
  public:
@@ -21,6 +21,10 @@ class [[nodiscard]] Status {
   }
   static Status FailedPrecondition(std::string message) {
     return Status(StatusCode::kFailedPrecondition, std::move(message));
+  }
+
+  static Status Cancelled(std::string message) {
+    return Status(StatusCode::kCancelled, std::move(message));
   }
 
   bool ok() const { return code_ == StatusCode::kOk; }

@@ -1,85 +1,176 @@
 #include "gba_tf/cc/core/token_server.h"
 
 #include <algorithm>
+#include <chrono>
+#include <iterator>
 #include <utility>
 
 namespace gba {
 
-TokenServer::TokenServer(std::unique_ptr<const Policy> policy) : policy_(std::move(policy)) {}
+TokenServer::TokenServer(std::unique_ptr<const Policy> policy, Clock clock)
+    : policy_(std::move(policy)), clock_(std::move(clock)) {}
 
-Token TokenServer::Take(WorkerId worker) {
+TokenServer::~TokenServer() {
+  // Nobody else uses this object any more.
+  EndedTakes ended;
+  for (WaitingTake& take : waiting_) {
+    ended.push_back({std::move(take.callback),
+                     Status::Cancelled("The token server that this worker waits for is gone: a "
+                                       "newer run uses the parameter server, or it ends."),
+                     {}});
+  }
+  CallBack(ended);
+}
+
+double TokenServer::SteadySeconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+void TokenServer::Take(WorkerId worker, TakeCallback callback, const MayWait& may_wait) {
+  const bool waits = policy_->waits();
+  Token token{};
+  EndedTakes ended;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    std::vector<TokenId> lost;
+    LoseTokenOf(worker.task, &lost);
+    // Whoever takes another token is not applying an update any more.
+    OrphanStepsOf(worker.task);
+    CancelWaitOf(worker.task, "its worker takes another token", &ended);
+    workers_.Arrive(worker);
+    if (waits) {
+      const TakeTicket ticket = next_ticket_++;
+      waiting_.push_back({ticket, worker, std::move(callback)});
+      AdmitWaiting(&ended);
+      // If it has to wait it is the last one.
+      const bool kept = !waiting_.empty() && waiting_.back().ticket == ticket;
+      if (kept && may_wait && !may_wait(ticket)) {
+        CancelWaitOf(worker.task, "the step of its worker was cancelled", &ended);
+      }
+    } else {
+      token = Issue(worker.task);
+    }
+  }
+  if (!waits) callback(Status(), token);
+  CallBack(ended);
+}
+
+void TokenServer::CancelTake(TakeTicket ticket) {
+  EndedTakes ended;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    for (const WaitingTake& take : waiting_) {
+      if (take.ticket != ticket) continue;
+      CancelWaitOf(take.worker.task, "the step of its worker was cancelled", &ended);
+      break;
+    }
+  }
+  CallBack(ended);
+}
+
+void TokenServer::Join(int64_t worker_task) {
+  // Nobody who waits is admitted because of one worker more.
   std::lock_guard<std::mutex> lock(mu_);
-  std::vector<TokenId> lost;
-  LoseTokenOf(worker.task, &lost);
-  // Whoever takes another token is not applying an update any more.
-  OrphanStepsOf(worker.task);
-  const int64_t in_flight =
-      static_cast<int64_t>(state_.buffered.size() + state_.outstanding.size());
-  const Token token{state_.next_id, state_.global_step + in_flight / policy_->capacity()};
-  ++state_.next_id;
-  state_.outstanding[token.id] = {token.value, worker.task};
-  state_.held[worker.task] = token.id;
-  return token;
+  workers_.Join(worker_task);
+}
+
+void TokenServer::Leave(int64_t worker_task) {
+  EndedTakes ended;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    workers_.Leave(worker_task);
+    AdmitWaiting(&ended);
+  }
+  CallBack(ended);
 }
 
 Status TokenServer::Commit(TokenId id, CommitOutcome* outcome) {
-  std::lock_guard<std::mutex> lock(mu_);
-  if (id < 0 || id >= state_.next_id) {
-    return Status::NotFound("Expected the id of a token that was issued, in [0, " +
-                            std::to_string(state_.next_id) + "), found " + std::to_string(id) +
-                            ". Commit only tokens that were taken in this run.");
-  }
-  *outcome = CommitOutcome();
-  bool closed = false;
-  // An id that was issued and is not outstanding was committed or given up before.
-  const auto token = state_.outstanding.find(id);
-  if (token != state_.outstanding.end()) {
-    const int64_t worker_task = token->second.worker_task;
-    outcome->counted = true;
-    state_.buffered[id] = token->second.value;
-    state_.outstanding.erase(token);
-    state_.held.erase(worker_task);
-    if (static_cast<int64_t>(state_.buffered.size()) >= policy_->capacity()) {
-      CloseStep(policy_->capacity(), worker_task);
-      closed = true;
+  EndedTakes ended;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (id < 0 || id >= state_.next_id) {
+      return Status::NotFound("Expected the id of a token that was issued, in [0, " +
+                              std::to_string(state_.next_id) + "), found " + std::to_string(id) +
+                              ". Commit only tokens that were taken in this run.");
     }
+    *outcome = CommitOutcome();
+    bool closed = false;
+    // An id that was issued and is not outstanding was committed or given up before.
+    const auto token = state_.outstanding.find(id);
+    if (token != state_.outstanding.end()) {
+      const OutstandingToken taken = token->second;
+      state_.outstanding.erase(token);
+      state_.held.erase(taken.worker_task);
+      workers_.Commit(taken.worker_task, clock_() - taken.taken_at);
+      outcome->counted = policy_->Accepts(state_.global_step, taken.value);
+      if (outcome->counted) {
+        state_.buffered[id] = taken.value;
+        workers_.SetBuffered(taken.worker_task, state_.global_step);
+        if (static_cast<int64_t>(state_.buffered.size()) >= policy_->capacity()) {
+          CloseStep(policy_->capacity(), taken.worker_task);
+          closed = true;
+        }
+      } else {
+        ++state_.decayed;
+        ++state_.staleness[state_.global_step - taken.value];
+      }
+    }
+    bool orphaned = false;
+    for (const UnappliedStep& step : state_.unapplied) orphaned |= step.orphaned;
+    if (closed || orphaned) outcome->to_apply = UnappliedSteps();
+    outcome->oldest_live_id = OldestLiveId();
+    AdmitWaiting(&ended);
   }
-  bool orphaned = false;
-  for (const UnappliedStep& step : state_.unapplied) orphaned |= step.orphaned;
-  if (closed || orphaned) outcome->to_apply = UnappliedSteps();
-  outcome->oldest_live_id = OldestLiveId();
+  CallBack(ended);
   return Status();
 }
 
 std::vector<TokenId> TokenServer::GiveUp(int64_t worker_task) {
-  std::lock_guard<std::mutex> lock(mu_);
   std::vector<TokenId> lost;
-  LoseTokenOf(worker_task, &lost);
-  OrphanStepsOf(worker_task);
+  EndedTakes ended;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    LoseTokenOf(worker_task, &lost);
+    OrphanStepsOf(worker_task);
+    CancelWaitOf(worker_task, "its worker was given up as dead", &ended);
+    workers_.GiveUp(worker_task);
+    AdmitWaiting(&ended);
+  }
+  CallBack(ended);
   return lost;
 }
 
 Status TokenServer::MarkApplied(GlobalStep step) {
-  std::lock_guard<std::mutex> lock(mu_);
-  if (step < 0 || step >= state_.global_step) {
-    return Status::FailedPrecondition(
-        "Expected a closed global step, in [0, " + std::to_string(state_.global_step) +
-        "), found " + std::to_string(step) + ". Mark only steps that a commit handed out.");
+  EndedTakes ended;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (step < 0 || step >= state_.global_step) {
+      return Status::FailedPrecondition(
+          "Expected a closed global step, in [0, " + std::to_string(state_.global_step) +
+          "), found " + std::to_string(step) + ". Mark only steps that a commit handed out.");
+    }
+    while (!state_.unapplied.empty() && state_.unapplied.front().closed.step <= step) {
+      state_.unapplied.pop_front();
+    }
+    AdmitWaiting(&ended);
   }
-  while (!state_.unapplied.empty() && state_.unapplied.front().closed.step <= step) {
-    state_.unapplied.pop_front();
-  }
+  CallBack(ended);
   return Status();
 }
 
-CommitOutcome TokenServer::Flush() {
-  std::lock_guard<std::mutex> lock(mu_);
-  if (!state_.buffered.empty()) {
-    CloseStep(static_cast<int64_t>(state_.buffered.size()), std::nullopt);
-  }
+CommitOutcome TokenServer::Flush(bool close_partial) {
   CommitOutcome outcome;
-  outcome.to_apply = UnappliedSteps();
-  outcome.oldest_live_id = OldestLiveId();
+  EndedTakes ended;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (close_partial && !state_.buffered.empty()) {
+      CloseStep(static_cast<int64_t>(state_.buffered.size()), std::nullopt);
+    }
+    outcome.to_apply = UnappliedSteps();
+    outcome.oldest_live_id = OldestLiveId();
+    AdmitWaiting(&ended);
+  }
+  CallBack(ended);
   return outcome;
 }
 
@@ -94,22 +185,79 @@ TokenStats TokenServer::stats() const {
   stats.buffered = static_cast<int64_t>(state_.buffered.size());
   stats.global_step = state_.global_step;
   stats.unapplied_steps = static_cast<int64_t>(state_.unapplied.size());
+  stats.waiting = static_cast<int64_t>(waiting_.size());
   stats.staleness = state_.staleness;
   return stats;
 }
 
+std::vector<WorkerSeconds> TokenServer::worker_seconds() const {
+  std::lock_guard<std::mutex> lock(mu_);
+  return workers_.seconds();
+}
+
 std::string TokenServer::Serialize() const {
   std::lock_guard<std::mutex> lock(mu_);
-  return EncodeTokenState(state_, policy_->capacity());
+  return EncodeTokenState(state_, *policy_);
 }
 
 Status TokenServer::Restore(const std::string& bytes) {
   TokenState restored;
-  Status status = DecodeTokenState(bytes, policy_->capacity(), &restored);
+  Status status = DecodeTokenState(bytes, *policy_, &restored);
   if (!status.ok()) return status;
-  std::lock_guard<std::mutex> lock(mu_);
-  std::swap(state_, restored);
+  EndedTakes ended;
+  {
+    std::lock_guard<std::mutex> lock(mu_);
+    std::swap(state_, restored);
+    workers_.ForgetBuffered();
+    AdmitWaiting(&ended);
+  }
+  CallBack(ended);
   return Status();
+}
+
+void TokenServer::CallBack(const EndedTakes& ended) {
+  for (const EndedTake& take : ended) take.callback(take.status, take.token);
+}
+
+Token TokenServer::Issue(int64_t worker_task) {
+  const int64_t in_flight =
+      static_cast<int64_t>(state_.buffered.size() + state_.outstanding.size());
+  const Token token{state_.next_id, policy_->TokenValue(state_.global_step, in_flight)};
+  ++state_.next_id;
+  state_.outstanding[token.id] = {token.value, worker_task, clock_()};
+  state_.held[worker_task] = token.id;
+  return token;
+}
+
+void TokenServer::AdmitWaiting(EndedTakes* ended) {
+  const auto admit = [&](std::list<WaitingTake>::iterator take) {
+    ended->push_back({std::move(take->callback), Status(), Issue(take->worker.task)});
+    return waiting_.erase(take);
+  };
+  for (auto take = waiting_.begin(); take != waiting_.end();) {
+    WorkerStanding worker = workers_.StandingOf(take->worker.task, state_.global_step);
+    worker.update_is_pending = !state_.unapplied.empty();
+    take = policy_->Admits(worker) ? admit(take) : std::next(take);
+  }
+  if (!waiting_.empty() && EveryBusyWorkerWaits()) admit(waiting_.begin());
+}
+
+bool TokenServer::EveryBusyWorkerWaits() const {
+  int64_t num_waiting = 0;
+  for (const WaitingTake& take : waiting_) num_waiting += workers_.IsBusy(take.worker.task);
+  return num_waiting == workers_.num_busy();
+}
+
+void TokenServer::CancelWaitOf(int64_t worker_task, const char* why, EndedTakes* ended) {
+  for (auto take = waiting_.begin(); take != waiting_.end(); ++take) {
+    if (take->worker.task != worker_task) continue;
+    ended->push_back({std::move(take->callback),
+                      Status::Cancelled("Worker " + std::to_string(worker_task) +
+                                        " does not wait for a token any more: " + why + "."),
+                      {}});
+    waiting_.erase(take);
+    return;
+  }
 }
 
 void TokenServer::LoseTokenOf(int64_t worker_task, std::vector<TokenId>* lost) {

@@ -1,5 +1,6 @@
 #include "gba_tf/cc/core/token_state.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -10,7 +11,7 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
               "The format is written as it is in memory");
 
 constexpr uint64_t kMagic = 0x454b4f5441424721;  // "!GBATOKE"
-constexpr int64_t kVersion = 1;
+constexpr int64_t kVersion = 2;
 constexpr int64_t kMaxCount = int64_t{1}
                               << 62;  // No run gets there, and none can overflow from it.
 
@@ -20,6 +21,23 @@ uint64_t Fnv1a(const char* bytes, size_t num_bytes) {
     hash = (hash ^ static_cast<unsigned char>(bytes[i])) * 0x100000001b3;
   }
   return hash;
+}
+
+// A name as a number of the format: its bytes, then zeros.
+uint64_t Encode(const std::string& name) {
+  uint64_t encoded = 0;
+  std::memcpy(&encoded, name.data(), std::min(name.size(), sizeof(encoded)));
+  return encoded;
+}
+
+std::string DecodeName(uint64_t encoded) {
+  char bytes[sizeof(encoded) + 1] = {};
+  std::memcpy(bytes, &encoded, sizeof(encoded));
+  std::string name(bytes);
+  for (char& c : name) {
+    if (c < ' ' || c > '~') c = '?';
+  }
+  return name;
 }
 
 template <typename T>
@@ -151,11 +169,12 @@ Status Check(const TokenState& state, int64_t capacity) {
 
 }  // namespace
 
-std::string EncodeTokenState(const TokenState& state, int64_t capacity) {
+std::string EncodeTokenState(const TokenState& state, const Policy& policy) {
   std::string bytes;
   Append(kMagic, &bytes);
   Append(kVersion, &bytes);
-  Append(capacity, &bytes);
+  Append(Encode(policy.name()), &bytes);
+  Append(policy.capacity(), &bytes);
   Append(state.next_id, &bytes);
   Append(state.global_step, &bytes);
   Append(state.applied, &bytes);
@@ -184,7 +203,7 @@ std::string EncodeTokenState(const TokenState& state, int64_t capacity) {
   return bytes;
 }
 
-Status DecodeTokenState(const std::string& bytes, int64_t capacity, TokenState* state) {
+Status DecodeTokenState(const std::string& bytes, const Policy& policy, TokenState* state) {
   constexpr size_t kChecksumBytes = sizeof(uint64_t);
   if (bytes.size() < sizeof(kMagic) + sizeof(kVersion) + kChecksumBytes) {
     return Status::InvalidArgument(
@@ -213,12 +232,21 @@ Status DecodeTokenState(const std::string& bytes, int64_t capacity, TokenState* 
         "The saved token server state is damaged or truncated: its checksum does not match its " +
         std::to_string(bytes.size()) + " bytes. Restore another checkpoint.");
   }
+  const uint64_t saved_policy = reader.Next<uint64_t>();
+  if (saved_policy != Encode(policy.name())) {
+    return Status::InvalidArgument("Expected a token server state saved with policy " +
+                                   policy.name() + ", found " + DecodeName(saved_policy) +
+                                   ". Go on in the mode it was saved in, or apply the buffered "
+                                   "gradients before the change of modes.");
+  }
+  const int64_t capacity = policy.capacity();
   const int64_t saved_capacity = reader.Int();
   if (saved_capacity != capacity) {
-    return Status::InvalidArgument("Expected a token server state saved with " +
-                                   std::to_string(capacity) + " gradients per update, found " +
-                                   std::to_string(saved_capacity) +
-                                   ". Use the global and local batch sizes it was saved with.");
+    return Status::InvalidArgument(
+        "Expected a token server state saved with " + std::to_string(capacity) +
+        " gradients per update, found " + std::to_string(saved_capacity) +
+        ". Use the global and local batch sizes, or workers and backup workers, it was "
+        "saved with.");
   }
 
   TokenState read;

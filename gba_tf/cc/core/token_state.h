@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 
+#include "gba_tf/cc/core/policy.h"
 #include "gba_tf/cc/core/status.h"
 #include "gba_tf/cc/core/token.h"
 
@@ -25,6 +26,7 @@ struct UnappliedStep {
 struct OutstandingToken {
   GlobalStep value;
   int64_t worker_task;
+  double taken_at;  // Seconds on the token server's clock. Not saved.
 };
 
 struct TokenState {
@@ -40,15 +42,16 @@ struct TokenState {
   std::deque<UnappliedStep> unapplied;     // Consecutive steps; the last one is global_step - 1.
 };
 
-// Format, little-endian: magic, version, `capacity`, the fields above without `outstanding` and
-// `held` (those tokens are written as lost), and an FNV-1a checksum of all before it.
-std::string EncodeTokenState(const TokenState& state, int64_t capacity);
+// Format, little-endian: magic, version, the policy's name in 8 bytes and its capacity, the fields
+// above without `outstanding` and `held` (those tokens are written as lost), and an FNV-1a checksum
+// of all before it.
+std::string EncodeTokenState(const TokenState& state, const Policy& policy);
 
-// Reads what EncodeTokenState wrote with the same capacity. All unapplied steps are orphaned: the
-// workers that closed them do not survive a restore. Returns InvalidArgument, and leaves `state`
-// alone, if the bytes are truncated or damaged, of another format version, saved with another
-// capacity, or contradict themselves.
-Status DecodeTokenState(const std::string& bytes, int64_t capacity, TokenState* state);
+// Reads what EncodeTokenState wrote with a policy of the same name and capacity. All unapplied
+// steps are orphaned: the workers that closed them do not survive a restore. Returns
+// InvalidArgument, and leaves `state` alone, if the bytes are truncated or damaged, of another
+// format version, saved with another policy or capacity, or contradict themselves.
+Status DecodeTokenState(const std::string& bytes, const Policy& policy, TokenState* state);
 
 }  // namespace gba
 

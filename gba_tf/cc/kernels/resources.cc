@@ -14,6 +14,8 @@ absl::Status ToAbsl(const Status& status) {
       return absl::NotFoundError(status.message());
     case StatusCode::kFailedPrecondition:
       return absl::FailedPreconditionError(status.message());
+    case StatusCode::kCancelled:
+      return absl::CancelledError(status.message());
   }
   return absl::InternalError(status.message());
 }
@@ -44,14 +46,11 @@ void JobQueue::Done(const std::function<void(Job)>& runner) {
   runner(std::move(next));
 }
 
-TokenServerResource::TokenServerResource(int64_t gradients_per_update, int64_t staleness_tolerance)
-    : gradients_per_update_(gradients_per_update),
-      staleness_tolerance_(staleness_tolerance),
-      server_(std::make_unique<GbaPolicy>(gradients_per_update, staleness_tolerance)) {}
+TokenServerResource::TokenServerResource(std::unique_ptr<const Policy> policy)
+    : server_(std::move(policy)) {}
 
 std::string TokenServerResource::DebugString() const {
-  return absl::StrCat("GBA token server, M = ", gradients_per_update_,
-                      ", staleness tolerance = ", staleness_tolerance_);
+  return absl::StrCat("token server of policy ", server_.policy().Describe());
 }
 
 GradientBufferResource::GradientBufferResource(std::vector<VariableLayout> layout,

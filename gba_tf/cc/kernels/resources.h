@@ -42,16 +42,12 @@ class JobQueue {
 
 class TokenServerResource : public tensorflow::ResourceBase {
  public:
-  TokenServerResource(int64_t gradients_per_update, int64_t staleness_tolerance);
+  explicit TokenServerResource(std::unique_ptr<const Policy> policy);
 
   std::string DebugString() const override;
   TokenServer& server() { return server_; }
-  int64_t gradients_per_update() const { return gradients_per_update_; }
-  int64_t staleness_tolerance() const { return staleness_tolerance_; }
 
  private:
-  const int64_t gradients_per_update_;
-  const int64_t staleness_tolerance_;
   TokenServer server_;
 };
 

@@ -3,14 +3,18 @@
 #include "gba_tf/cc/core/token_server.h"
 #include "gba_tf/cc/kernels/decision.h"
 #include "gba_tf/cc/kernels/resources.h"
+#include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/platform/errors.h"
+#include "tensorflow/core/platform/refcount.h"
 #include "tensorflow/core/util/device_name_utils.h"
 
 namespace gba {
 namespace {
 
 using ::tensorflow::AsyncOpKernel;
+using ::tensorflow::CancellationManager;
+using ::tensorflow::CancellationToken;
 using ::tensorflow::DEVICE_CPU;
 using ::tensorflow::OpKernel;
 using ::tensorflow::OpKernelConstruction;
@@ -19,6 +23,7 @@ using ::tensorflow::Tensor;
 using ::tensorflow::TensorShape;
 using ::tensorflow::tstring;
 using ::tensorflow::core::RefCountPtr;
+using ::tensorflow::core::WeakPtr;
 
 absl::Status OutputInt64Vector(OpKernelContext* c, int index, const std::vector<int64_t>& values) {
   Tensor* output = nullptr;
@@ -51,9 +56,13 @@ class TokenServerOp : public OpKernel {
   explicit TokenServerOp(OpKernelConstruction* c) : OpKernel(c) {
     OP_REQUIRES_OK(c, c->GetAttr("run_id", &run_id_));
     OP_REQUIRES_OK(c, c->GetAttr("shared_name", &shared_name_));
-    OP_REQUIRES_OK(c, c->GetAttr("gradients_per_update", &gradients_per_update_));
-    OP_REQUIRES_OK(c, c->GetAttr("staleness_tolerance", &staleness_tolerance_));
-    OP_REQUIRES_OK(c, ToAbsl(GbaPolicy::Validate(gradients_per_update_, staleness_tolerance_)));
+    OP_REQUIRES_OK(c, c->GetAttr("policy", &settings_.name));
+    OP_REQUIRES_OK(c, c->GetAttr("gradients_per_update", &settings_.gradients_per_update));
+    OP_REQUIRES_OK(c, c->GetAttr("staleness_tolerance", &settings_.staleness_tolerance));
+    OP_REQUIRES_OK(c, c->GetAttr("staleness_bound", &settings_.staleness_bound));
+    std::unique_ptr<const Policy> policy;
+    OP_REQUIRES_OK(c, ToAbsl(MakePolicy(settings_, &policy)));
+    description_ = policy->Describe();
   }
 
   void Compute(OpKernelContext* c) override {
@@ -61,18 +70,16 @@ class TokenServerOp : public OpKernel {
     TokenServerResource* found = nullptr;
     OP_REQUIRES_OK(c, c->resource_manager()->LookupOrCreate<TokenServerResource>(
                           container, shared_name_, &found, [this](TokenServerResource** created) {
-                            *created = new TokenServerResource(gradients_per_update_,
-                                                               staleness_tolerance_);
+                            std::unique_ptr<const Policy> policy;
+                            TF_RETURN_IF_ERROR(ToAbsl(MakePolicy(settings_, &policy)));
+                            *created = new TokenServerResource(std::move(policy));
                             return absl::OkStatus();
                           }));
     RefCountPtr<TokenServerResource> resource(found);
-    OP_REQUIRES(c,
-                resource->gradients_per_update() == gradients_per_update_ &&
-                    resource->staleness_tolerance() == staleness_tolerance_,
+    OP_REQUIRES(c, resource->server().policy().Describe() == description_,
                 tensorflow::errors::InvalidArgument(
-                    "Expected token server ", shared_name_, " with M = ", gradients_per_update_,
-                    " and staleness tolerance ", staleness_tolerance_,
-                    ", found one with: ", resource->DebugString(), ". Use another shared_name."));
+                    "Expected token server ", shared_name_, " to be of policy ", description_,
+                    ", found a ", resource->DebugString(), ". Use another shared_name."));
     Tensor* handle = nullptr;
     OP_REQUIRES_OK(c, c->allocate_output(0, TensorShape({}), &handle));
     handle->scalar<tensorflow::ResourceHandle>()() =
@@ -82,8 +89,8 @@ class TokenServerOp : public OpKernel {
  private:
   std::string run_id_;
   std::string shared_name_;
-  int64_t gradients_per_update_;
-  int64_t staleness_tolerance_;
+  PolicySettings settings_;
+  std::string description_;
 };
 REGISTER_KERNEL_BUILDER(Name("GbaTokenServer").Device(DEVICE_CPU), TokenServerOp);
 
@@ -117,22 +124,46 @@ class WorkerIdentityOp : public OpKernel {
 };
 REGISTER_KERNEL_BUILDER(Name("GbaWorkerIdentity").Device(DEVICE_CPU), WorkerIdentityOp);
 
-class TakeTokenOp : public OpKernel {
+// Holds no thread while it waits, and no reference to the token server: the server's end, when a
+// newer run takes the process over, is one of the things that end the wait.
+class TakeTokenOp : public AsyncOpKernel {
  public:
-  using OpKernel::OpKernel;
+  using AsyncOpKernel::AsyncOpKernel;
 
-  void Compute(OpKernelContext* c) override {
+  void ComputeAsync(OpKernelContext* c, DoneCallback done) override {
     RefCountPtr<TokenServerResource> resource;
-    OP_REQUIRES_OK(c, LookupGbaResource(c, 0, &resource));
+    OP_REQUIRES_OK_ASYNC(c, LookupGbaResource(c, 0, &resource), done);
     const Tensor& worker = c->input(1);
-    OP_REQUIRES(c, worker.dims() == 1 && worker.NumElements() == 2,
-                tensorflow::errors::InvalidArgument(
-                    "Expected worker to be int64[2] from GbaWorkerIdentity, found shape ",
-                    worker.shape().DebugString()));
+    OP_REQUIRES_ASYNC(c, worker.dims() == 1 && worker.NumElements() == 2,
+                      tensorflow::errors::InvalidArgument(
+                          "Expected worker to be int64[2] from GbaWorkerIdentity, found shape ",
+                          worker.shape().DebugString()),
+                      done);
     const auto identity = worker.vec<int64_t>();
-    const Token token = resource->server().Take({identity(0), identity(1)});
-    OP_REQUIRES_OK(c, OutputInt64Scalar(c, 0, token.id));
-    OP_REQUIRES_OK(c, OutputInt64Scalar(c, 1, token.value));
+    CancellationManager* const manager = c->cancellation_manager();
+    // Of the wait, if there is one. Written before the wait can end.
+    auto cancellation = std::make_shared<CancellationToken>(CancellationManager::kInvalidToken);
+
+    const auto end = [c, done, manager, cancellation](const Status& status, const Token& token) {
+      // Not the blocking one: this may be the cancellation. Then its callback finds nothing to end.
+      if (*cancellation != CancellationManager::kInvalidToken) {
+        manager->TryDeregisterCallback(*cancellation);
+      }
+      OP_REQUIRES_OK_ASYNC(c, ToAbsl(status), done);
+      OP_REQUIRES_OK_ASYNC(c, OutputInt64Scalar(c, 0, token.id), done);
+      OP_REQUIRES_OK_ASYNC(c, OutputInt64Scalar(c, 1, token.value), done);
+      done();
+    };
+    const auto may_wait = [manager, cancellation, server = resource.get()](int64_t ticket) {
+      if (manager == nullptr) return true;
+      *cancellation = manager->get_cancellation_token();
+      return manager->RegisterCallback(*cancellation,
+                                       [ticket, weak = WeakPtr<TokenServerResource>(server)] {
+                                         RefCountPtr<TokenServerResource> alive = weak.GetNewRef();
+                                         if (alive != nullptr) alive->server().CancelTake(ticket);
+                                       });
+    };
+    resource->server().Take({identity(0), identity(1)}, end, may_wait);
   }
 };
 REGISTER_KERNEL_BUILDER(Name("GbaTakeToken").Device(DEVICE_CPU), TakeTokenOp);
@@ -178,15 +209,38 @@ REGISTER_KERNEL_BUILDER(Name("GbaMarkApplied").Device(DEVICE_CPU), MarkAppliedOp
 
 class FlushOp : public OpKernel {
  public:
+  explicit FlushOp(OpKernelConstruction* c) : OpKernel(c) {
+    OP_REQUIRES_OK(c, c->GetAttr("close_partial", &close_partial_));
+  }
+
+  void Compute(OpKernelContext* c) override {
+    RefCountPtr<TokenServerResource> resource;
+    OP_REQUIRES_OK(c, LookupGbaResource(c, 0, &resource));
+    OP_REQUIRES_OK(
+        c, OutputInt64Vector(c, 0, EncodeDecision(resource->server().Flush(close_partial_))));
+  }
+
+ private:
+  bool close_partial_;
+};
+REGISTER_KERNEL_BUILDER(Name("GbaFlush").Device(DEVICE_CPU), FlushOp);
+
+// Tells the token server whether a worker has work.
+template <void (TokenServer::*kCall)(int64_t)>
+class BusyOp : public OpKernel {
+ public:
   using OpKernel::OpKernel;
 
   void Compute(OpKernelContext* c) override {
     RefCountPtr<TokenServerResource> resource;
     OP_REQUIRES_OK(c, LookupGbaResource(c, 0, &resource));
-    OP_REQUIRES_OK(c, OutputInt64Vector(c, 0, EncodeDecision(resource->server().Flush())));
+    int64_t task = 0;
+    OP_REQUIRES_OK(c, ScalarInput(c, 1, "worker_task", &task));
+    (resource->server().*kCall)(task);
   }
 };
-REGISTER_KERNEL_BUILDER(Name("GbaFlush").Device(DEVICE_CPU), FlushOp);
+REGISTER_KERNEL_BUILDER(Name("GbaJoinWorker").Device(DEVICE_CPU), BusyOp<&TokenServer::Join>);
+REGISTER_KERNEL_BUILDER(Name("GbaLeaveWorker").Device(DEVICE_CPU), BusyOp<&TokenServer::Leave>);
 
 class GiveUpTokensOp : public OpKernel {
  public:
@@ -213,7 +267,7 @@ class TokenStatsOp : public OpKernel {
     OP_REQUIRES_OK(c, OutputInt64Vector(c, 0,
                                         {stats.issued, stats.applied, stats.decayed, stats.lost,
                                          stats.outstanding, stats.buffered, stats.global_step,
-                                         stats.unapplied_steps}));
+                                         stats.unapplied_steps, stats.waiting}));
     Tensor* staleness = nullptr;
     OP_REQUIRES_OK(
         c, c->allocate_output(1, TensorShape({static_cast<int64_t>(stats.staleness.size()), 2}),
@@ -228,6 +282,32 @@ class TokenStatsOp : public OpKernel {
   }
 };
 REGISTER_KERNEL_BUILDER(Name("GbaTokenStats").Device(DEVICE_CPU), TokenStatsOp);
+
+class WorkerSecondsOp : public OpKernel {
+ public:
+  using OpKernel::OpKernel;
+
+  void Compute(OpKernelContext* c) override {
+    RefCountPtr<TokenServerResource> resource;
+    OP_REQUIRES_OK(c, LookupGbaResource(c, 0, &resource));
+    const std::vector<WorkerSeconds> workers = resource->server().worker_seconds();
+    std::vector<int64_t> tasks, gradients;
+    for (const WorkerSeconds& worker : workers) {
+      tasks.push_back(worker.task);
+      gradients.push_back(worker.gradients);
+    }
+    OP_REQUIRES_OK(c, OutputInt64Vector(c, 0, tasks));
+    OP_REQUIRES_OK(c, OutputInt64Vector(c, 1, gradients));
+    Tensor* seconds = nullptr;
+    OP_REQUIRES_OK(
+        c, c->allocate_output(2, TensorShape({static_cast<int64_t>(workers.size())}), &seconds));
+    auto values = seconds->vec<double>();
+    for (size_t i = 0; i < workers.size(); ++i) {
+      values(static_cast<int64_t>(i)) = workers[i].seconds;
+    }
+  }
+};
+REGISTER_KERNEL_BUILDER(Name("GbaWorkerSeconds").Device(DEVICE_CPU), WorkerSecondsOp);
 
 class SerializeTokenServerOp : public OpKernel {
  public:

@@ -28,8 +28,10 @@ REGISTER_OP("GbaTokenServer")
     .Output("token_server: resource")
     .Attr("run_id: string")
     .Attr("shared_name: string")
+    .Attr("policy: {'gba', 'bsp', 'hop_bs', 'hop_bw'}")
     .Attr("gradients_per_update: int >= 1")
     .Attr("staleness_tolerance: int >= 0")
+    .Attr("staleness_bound: int >= 1")
     .SetIsStateful()
     .SetShapeFn(ScalarShape)
     .Doc(R"doc(
@@ -40,8 +42,10 @@ tokens of an earlier one.
 
 run_id: Names the run.
 shared_name: Names the token server within the run.
-gradients_per_update: M, gradients per update.
-staleness_tolerance: Global steps by which a gradient may be late before its weight is 0.
+policy: The rule of the training mode, see gba_tf/cc/core/policy.h.
+gradients_per_update: M, gradients per update. 1 for hop_bs.
+staleness_tolerance: Of gba: global steps by which a gradient may be late before its weight is 0.
+staleness_bound: Of hop_bs: gradients by which a worker may be ahead of the slowest one.
 token_server: Scalar handle.
 )doc");
 
@@ -113,7 +117,12 @@ REGISTER_OP("GbaTakeToken")
     .Doc(R"doc(
 Takes a token. Must run before the worker reads parameters.
 
-worker: int64[2] from GbaWorkerIdentity. A token that this worker still holds is lost.
+Waits, without holding a thread, where the policy says so: hop_bs for slower workers, hop_bw for the
+open step to close. A cancelled step, the end of the token server, or GbaGiveUpTokens for this worker
+end the wait with Cancelled. The worker counts as having work from here on, see GbaJoinWorker.
+
+worker: int64[2] from GbaWorkerIdentity. A token that this worker still holds is lost, and a call of
+  its that still waits is cancelled.
 token_id: Unique within the run.
 token_value: The global step at which synchronous training would use this batch.
 )doc");
@@ -256,6 +265,7 @@ Reports that every parameter server has applied the steps of a decision.
 REGISTER_OP("GbaFlush")
     .Input("token_server: resource")
     .Output("decision: int64")
+    .Attr("close_partial: bool = true")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
       TF_RETURN_IF_ERROR(ScalarInputs(c, 0, 0));
@@ -263,8 +273,33 @@ REGISTER_OP("GbaFlush")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Closes the global step with the gradients that are there, divided by their own number, and hands out
-every step that is not applied yet.
+Hands out every closed step that is not applied yet.
+
+close_partial: Whether to close the open step first, with the gradients that are there, divided by
+  their own number.
+)doc");
+
+REGISTER_OP("GbaJoinWorker")
+    .Input("token_server: resource")
+    .Input("worker_task: int64")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) { return ScalarInputs(c, 0, 1); })
+    .Doc(R"doc(
+Says that a worker has work, so that others may have to wait for it. It starts no lower than the
+slowest busy worker.
+
+worker_task: Task index of the worker.
+)doc");
+
+REGISTER_OP("GbaLeaveWorker")
+    .Input("token_server: resource")
+    .Input("worker_task: int64")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) { return ScalarInputs(c, 0, 1); })
+    .Doc(R"doc(
+Says that a worker has no work for now: nobody waits for it until it joins or takes a token.
+
+worker_task: Task index of the worker.
 )doc");
 
 REGISTER_OP("GbaGiveUpTokens")
@@ -278,7 +313,8 @@ REGISTER_OP("GbaGiveUpTokens")
       return absl::OkStatus();
     })
     .Doc(R"doc(
-Gives up what a dead worker holds: its token is lost, its unfinished updates go to the next committer.
+Gives up what a dead worker holds: its token is lost, its unfinished updates go to the next committer,
+its own wait for a token is cancelled, and nobody waits for it any more.
 
 worker_task: Task index of the worker.
 lost_ids: int64 vector for GbaDropGradients.
@@ -303,16 +339,36 @@ REGISTER_OP("GbaTokenStats")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
       TF_RETURN_IF_ERROR(ScalarInputs(c, 0, 0));
-      c->set_output(0, c->Vector(8));
+      c->set_output(0, c->Vector(9));
       c->set_output(1, c->Matrix(InferenceContext::kUnknownDim, 2));
       return absl::OkStatus();
     })
     .Doc(R"doc(
 One consistent reading of the counts.
 
-counts: int64[8]: issued, applied, decayed, lost, outstanding, buffered, global step, closed steps
-  that are not applied yet.
+counts: int64[9]: issued, applied, decayed, lost, outstanding, buffered, global step, closed steps
+  that are not applied yet, workers that wait for a token.
 staleness: int64[n, 2]: (staleness in global steps, number of gradients), ascending.
+)doc");
+
+REGISTER_OP("GbaWorkerSeconds")
+    .Input("token_server: resource")
+    .Output("tasks: int64")
+    .Output("gradients: int64")
+    .Output("seconds: double")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      TF_RETURN_IF_ERROR(ScalarInputs(c, 0, 0));
+      const ShapeHandle vector = c->Vector(c->UnknownDim());
+      for (int i = 0; i < 3; ++i) c->set_output(i, vector);
+      return absl::OkStatus();
+    })
+    .Doc(R"doc(
+How long the gradients of each worker took, from the hand-over of the token to its commit.
+
+tasks: int64[n], ascending: the task indices of the workers that have committed.
+gradients: int64[n]: the gradients they committed, late ones included.
+seconds: double[n]: the sum of the seconds that those took.
 )doc");
 
 REGISTER_OP("GbaBufferStats")
@@ -347,7 +403,8 @@ REGISTER_OP("GbaRestoreTokenServer")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) { return ScalarInputs(c, 0, 1); })
     .Doc(R"doc(
-Replaces the token server's state. Fails, changing nothing, if `state` is damaged or of another M.
+Replaces the token server's state. Fails, changing nothing, if `state` is damaged or of another
+policy or M.
 )doc");
 
 REGISTER_OP("GbaSerializeBuffer")
