@@ -181,23 +181,6 @@ def linear_state(model):
     return table, kernel
 
 
-def tensorflows_own(cluster, num_ps):
-    """TensorFlow's ParameterServerStrategy on the test's cluster."""
-    cluster.end_strategy()
-    addresses = cluster.processes.addresses
-    spec = {
-        "chief": [cluster._new_chief_address()],
-        "worker": [addresses["worker-0"]],
-        "ps": [addresses[f"ps-{index}"] for index in range(num_ps)],
-    }
-    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec(spec), task_type="chief", task_id=0, rpc_layer="grpc"
-    )
-    strategy = tf.distribute.ParameterServerStrategy(resolver, TWO_SHARDS)
-    type(cluster)._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
-    return strategy
-
-
 def test_a_run_resumed_in_the_middle_of_a_global_step_ends_with_the_same_bits(gba, tmp_path):
     make = functools.partial(make_model, OPTIMIZERS["Adam with a schedule"])
     options = {"num_ps": 3, "variable_partitioner": TWO_SHARDS}
@@ -246,7 +229,7 @@ def test_gradients_that_wait_are_applied_where_another_run_goes_on(gba, cluster,
         lambda: gba(num_ps=2, gradients_per_update=2, variable_partitioner=TWO_SHARDS),
         lambda: gba(num_ps=3),
         lambda: gba(num_ps=2, policy=Policy("bsp", 4)),
-        lambda: tensorflows_own(cluster, 3),
+        lambda: cluster.tensorflows_strategy(1, 3, TWO_SHARDS),
     ):
         strategy = make_strategy()
         model = in_scope(strategy, make_linear_model)

@@ -49,6 +49,22 @@ class TestCluster:
         **kwargs,
     ):
         """A GBAStrategy on the first workers and parameter servers; all of them by default."""
+        strategy = gba_tf.GBAStrategy(
+            self._new_resolver(num_workers, num_ps),
+            global_batch_size=global_batch_size,
+            local_batch_size=local_batch_size,
+            **kwargs,
+        )
+        return self._use(strategy)
+
+    def tensorflows_strategy(self, num_workers: int, num_ps: int, variable_partitioner=None):
+        """TensorFlow's own ParameterServerStrategy on the first workers and parameter servers."""
+        import tensorflow as tf
+
+        resolver = self._new_resolver(num_workers, num_ps)
+        return self._use(tf.distribute.ParameterServerStrategy(resolver, variable_partitioner))
+
+    def _new_resolver(self, num_workers: int | None, num_ps: int | None):
         import tensorflow as tf
 
         addresses = self.processes.addresses
@@ -59,16 +75,14 @@ class TestCluster:
             "worker": [addresses[f"worker-{index}"] for index in range(num_workers)],
             "ps": [addresses[f"ps-{index}"] for index in range(num_ps)],
         }
-        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        self.end_strategy()
+        return tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(spec), task_type="chief", task_id=0, rpc_layer="grpc"
         )
-        self.end_strategy()
-        strategy = gba_tf.GBAStrategy(
-            resolver,
-            global_batch_size=global_batch_size,
-            local_batch_size=local_batch_size,
-            **kwargs,
-        )
+
+    def _use(self, strategy):
+        import tensorflow as tf
+
         TestCluster._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         self.latest_strategy = strategy
         return strategy

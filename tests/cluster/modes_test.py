@@ -44,7 +44,7 @@ class Progress:
         return worker, begun[0], self.counts.read_value()[1]
 
     def train(self, num_steps):
-        """Returns, for each step, its worker, and how many each had begun then and has ended now."""
+        """Returns for each step its worker, and how many each had begun then and has ended now."""
         step = tf.function(lambda: self.strategy.run(self._compute))
         results = [self.coordinator.schedule(step) for _ in range(num_steps)]
         self.coordinator.join()
