@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import glob
 import json
+import logging
 import os
 import pathlib
 from collections.abc import Callable, Mapping
@@ -67,6 +68,9 @@ class TrainingCheckpoint:
       max_to_keep: After a save, older checkpoints beyond this number are removed. Default: all are
         kept.
 
+    Attributes:
+      path: Of the checkpoint that was saved or restored last; None before.
+
     Raises:
       ValueError: The model is not compiled, or max_to_keep is less than 1.
     """
@@ -92,6 +96,9 @@ class TrainingCheckpoint:
         self._checkpoint = tf.train.Checkpoint(model=model, optimizer=self._optimizer)
         # Created when it is first asked for; plain tf.train.Checkpoint.restore expects it.
         _ = self._checkpoint.save_counter
+        self.path: str | None = None
+        # TensorFlow warns of a strategy that is run eagerly.
+        self._gather = tf.function(lambda numbers: self._strategy.run(_gather, (numbers,)))
         if self._is_writer:
             self._files.clean()
 
@@ -122,7 +129,7 @@ class TrainingCheckpoint:
 
         def write(folder: pathlib.Path) -> dict[str, Any]:
             self._require_shared(folder)
-            self._checkpoint.write(str(folder / _PREFIX))
+            self._write_variables(folder)
             _write_state(folder, _PREFIX)
             return {
                 "strategy": _mode(self._strategy),
@@ -138,11 +145,14 @@ class TrainingCheckpoint:
                 return self._take_part(step)
             num_bytes = sum(variable.num_bytes for variable in variables)
             num_bytes += buffered_gradients.num_bytes(self._strategy)
-            return self._files.save(step, write, num_bytes)
+            folder = self._files.save(step, write, num_bytes)
+            _write_state(self._files.directory, f"{folder.name}/{_PREFIX}")
+            return folder
 
         folder = self._together(save) if self._is_shared_by_workers else save()
         buffered_gradients.mark_saved(self._strategy)
-        return str(folder / _PREFIX)
+        self.path = str(folder / _PREFIX)
+        return self.path
 
     def restore(self) -> Progress | None:
         """Restores the newest checkpoint, or nothing at all.
@@ -181,6 +191,7 @@ class TrainingCheckpoint:
         )
         set_earlier_stats(self._strategy, earlier)
         buffered_gradients.mark_saved(self._strategy)
+        self.path = str(saved.folder / _PREFIX)
         return Progress(**metadata["progress"], strategy=metadata["strategy"])
 
     def callback(
@@ -270,8 +281,16 @@ class TrainingCheckpoint:
         """Of a worker that does not write: some variables are read by all workers together."""
         resolver = self._strategy.cluster_resolver
         with self._files.scratch(f"{resolver.task_type}-{resolver.task_id}") as folder:
-            self._checkpoint.write(str(folder / _PREFIX))
+            self._write_variables(folder)
         return self._files.folder(step)
+
+    def _write_variables(self, folder: pathlib.Path) -> None:
+        logger = tf.get_logger()
+        logger.addFilter(_is_not_about_retracing)
+        try:
+            self._checkpoint.write(str(folder / _PREFIX))
+        finally:
+            logger.removeFilter(_is_not_about_retracing)
 
     def _newest(self) -> SavedCheckpoint | None:
         if not self._is_shared_by_workers:
@@ -290,7 +309,7 @@ class TrainingCheckpoint:
 
     def _numbers_of_workers(self, number: int) -> list[int]:
         """What each worker calls this with; waits for all of them."""
-        gathered = self._strategy.run(_gather, args=(tf.constant([number], tf.int64),))
+        gathered = self._gather(tf.constant([number], tf.int64))
         return self._strategy.experimental_local_results(gathered)[0].numpy().tolist()
 
     def _refuse_other_settings(self, saved: Mapping[str, Any], where: str) -> None:
@@ -336,7 +355,11 @@ class _SaveCallback(tf.keras.callbacks.Callback):
         self._checkpoint.save(self._progress or Progress(epoch=epoch + 1, examples=0))
 
 
-@tf.function
+def _is_not_about_retracing(record: logging.LogRecord) -> bool:
+    # TensorFlow traces a new function at each save, and warns about that after the fifth.
+    return "triggered tf.function retracing" not in record.getMessage()
+
+
 def _write_state(folder: pathlib.Path, path: str) -> None:
     temporary = folder / f".{_STATE_FILE}"
     temporary.write_text(f'model_checkpoint_path: "{path}"\nall_model_checkpoint_paths: "{path}"\n')

@@ -28,6 +28,7 @@ KEYS = (
     "tokens",
     "staleness",
     "checkpoint",
+    "switches",
     "versions",
 )
 # Of the staleness histogram, in the block for the eye.
@@ -97,6 +98,8 @@ def render(summary: Mapping[str, Any], path: str | os.PathLike[str]) -> str:
         ),
         ("held out", f"AUC {decimal(summary['auc'])}, loss {decimal(summary['loss'])}"),
     ]
+    for number, switch in enumerate(summary["switches"]):
+        rows.append(("" if number else "switches", _switch(switch)))
     tokens = dict(summary["tokens"])
     if tokens:
         issued = tokens.pop("issued")
@@ -135,6 +138,11 @@ def _update(summary: Mapping[str, Any]) -> str:
     return (
         f"G = {summary['global_batch_size']:,} examples = {gradients:,} gradients of B = {size:,}"
     )
+
+
+def _switch(switch: Mapping[str, Any]) -> str:
+    seconds = sum(switch["seconds"].values())
+    return f"to {switch['to']} at global step {switch['global_step']:,}, in {seconds:.1f} s"
 
 
 def _short(path: str | os.PathLike[str]) -> str:

@@ -4,7 +4,8 @@
     python scripts/train.py --dataset=criteo --data_dir=...  # a data set of one's own
 
 Without TF_CONFIG it starts a cluster on this machine and trains on it, and a worker that dies there
-does not end the run; with TF_CONFIG it is that task. What a run leaves behind, a checkpoint,
+does not end the run; with TF_CONFIG it is that task. --strategy=auto moves between all-reduce and
+gba while it trains, by how long the workers take. What a run leaves behind, a checkpoint,
 summary.json and maybe logs, is in --model_dir.
 """
 
@@ -30,11 +31,14 @@ def _fail(text: str) -> NoReturn:
 if importlib.util.find_spec("gba_tf") is None:
     _fail("expected gba_tf to be installed, found it nowhere: run `make`, or `pip install .`")
 
-from gba_tf import cluster, data, progress, run_settings  # noqa: E402
+from gba_tf import batch_plan, cluster, data, injected_delay, progress, run_settings  # noqa: E402
 from gba_tf.cluster_config import ClusterConfig  # noqa: E402
-from gba_tf.config import DEFAULT_STALENESS_TOLERANCE  # noqa: E402
+from gba_tf.config import DEFAULT_STALENESS_BOUND, DEFAULT_STALENESS_TOLERANCE  # noqa: E402
+from gba_tf.injected_delay import InjectedDelay  # noqa: E402
 from gba_tf.local_cluster import LocalCluster  # noqa: E402
+from gba_tf.model_dir import LOGS, ModelDir  # noqa: E402
 from gba_tf.run_settings import MAX_SIZE, RunSettings  # noqa: E402
+from gba_tf.switching import SwitchRule  # noqa: E402
 
 # The chief of a local cluster finds here that its model_dir was claimed for it.
 _CLAIMED_VARIABLE = "GBA_TF_CLAIMED_MODEL_DIR"
@@ -52,7 +56,7 @@ _DATA_DIR = flags.DEFINE_string(
 _MODEL_DIR = flags.DEFINE_string(
     "model_dir",
     None,
-    "Folder for the checkpoint and summary.json; must be new or empty."
+    "Folder for the checkpoints and summary.json: new, empty, or an earlier run's to go on with."
     " Default: runs/<strategy>-<model>-<dataset>-<time>.",
 )
 _GLOBAL_BATCH_SIZE = flags.DEFINE_integer(
@@ -76,6 +80,20 @@ _STALENESS_TOLERANCE = flags.DEFINE_integer(
     lower_bound=0,
     upper_bound=MAX_SIZE,
 )
+_STALENESS_BOUND = flags.DEFINE_integer(
+    "staleness_bound",
+    DEFAULT_STALENESS_BOUND,
+    "Of hop_bs: gradients by which a worker may be ahead of the slowest one.",
+    lower_bound=1,
+    upper_bound=MAX_SIZE,
+)
+_BACKUP_WORKERS = flags.DEFINE_integer(
+    "backup_workers",
+    batch_plan.DEFAULT_BACKUP_WORKERS,
+    "Of hop_bw: workers whose gradient an update does not wait for.",
+    lower_bound=0,
+    upper_bound=MAX_SIZE,
+)
 _EPOCHS = flags.DEFINE_integer(
     "epochs", None, "Passes over the data. Default: of the data set.", lower_bound=1
 )
@@ -93,6 +111,39 @@ _SEED = flags.DEFINE_integer(
     "Of initial values and of the order of the examples.",
     lower_bound=0,
     upper_bound=MAX_SIZE,
+)
+_RESUME = flags.DEFINE_bool(
+    "resume", True, "Whether to go on from the newest checkpoint in model_dir, of whatever mode."
+)
+_SAVE_EVERY_STEPS = flags.DEFINE_integer(
+    "save_every_steps",
+    None,
+    "Batches between checkpoints within an epoch. Default: one after each epoch only.",
+    lower_bound=1,
+)
+_SWITCH_THRESHOLD = flags.DEFINE_float(
+    "switch_threshold",
+    SwitchRule.threshold,
+    "Of auto: to gba where it is expected to be so many times as fast as all-reduce.",
+)
+_SWITCH_WINDOWS = flags.DEFINE_integer(
+    "switch_windows", SwitchRule.windows, "Of auto: measurements in a row that have to agree."
+)
+_SWITCH_HYSTERESIS = flags.DEFINE_float(
+    "switch_hysteresis",
+    SwitchRule.hysteresis,
+    "Of auto: back to all-reduce at the threshold less this part of it.",
+)
+_SWITCH_MINIMUM_STAY = flags.DEFINE_float(
+    "switch_minimum_stay",
+    SwitchRule.minimum_stay_seconds,
+    "Of auto: seconds to train in a mode before it may be left.",
+)
+_INJECT_DELAY = flags.DEFINE_string(
+    "inject_delay",
+    None,
+    f"{injected_delay.FORM}: lets the gradients of a worker take FACTOR times as long in these"
+    " global steps, for tests and demonstrations.",
 )
 _NUM_WORKERS = flags.DEFINE_integer(
     "num_workers", 2, "Workers of the local cluster.", lower_bound=1
@@ -131,14 +182,28 @@ def _settings() -> RunSettings:
         optimizer=_OPTIMIZER.value,
         learning_rate=_LEARNING_RATE.value,
         seed=_SEED.value,
+        staleness_bound=_STALENESS_BOUND.value,
+        backup_workers=_BACKUP_WORKERS.value,
+        resume=_RESUME.value,
+        save_every_steps=_SAVE_EVERY_STEPS.value,
+        switch_rule=SwitchRule(
+            threshold=_SWITCH_THRESHOLD.value,
+            windows=_SWITCH_WINDOWS.value,
+            hysteresis=_SWITCH_HYSTERESIS.value,
+            minimum_stay_seconds=_SWITCH_MINIMUM_STAY.value,
+        ),
+        inject_delay=InjectedDelay.parse(_INJECT_DELAY.value) if _INJECT_DELAY.value else None,
     )
 
 
 def _train_on_local_cluster(settings: RunSettings) -> int:
     """Starts the tasks, which run this script too, and waits for them. Imports no TensorFlow."""
-    # Read here first: what is wrong with the data is said once, before anything is started.
+    num_workers = _NUM_WORKERS.value if settings.strategy != "one_device" else 0
+    num_ps = _NUM_PS.value if settings.needs_parameter_servers else 0
+    # Checked and read here first: what is wrong is said once, before anything is started.
+    settings.check_workers(num_workers)
     data.load(settings.dataset, settings.data_dir)
-    run_settings.claim_model_dir(settings.model_dir)
+    model_dir = ModelDir(settings.model_dir, settings.resume)
     # Whatever the flags say: the default has the time in it.
     command = [sys.executable, os.path.abspath(__file__), *sys.argv[1:]]
     command.append(f"--model_dir={settings.model_dir}")
@@ -150,39 +215,43 @@ def _train_on_local_cluster(settings: RunSettings) -> int:
     columns = progress.terminal_columns(sys.stdout)
     if columns is not None:
         environment[progress.COLUMNS_VARIABLE] = str(columns)
-    num_workers, num_ps = _NUM_WORKERS.value, _NUM_PS.value
-    if not settings.needs_parameter_servers:
-        num_workers = num_ps = 0
     try:
-        tasks = LocalCluster(
+        with LocalCluster(
             command,
             num_workers,
             num_ps,
-            log_dir=os.path.join(settings.model_dir, run_settings.LOGS),
+            log_dir=os.path.join(settings.model_dir, LOGS),
             env=environment,
-            tolerate_worker_failures=True,
-        )
-    except BaseException:
-        run_settings.release_model_dir(settings.model_dir)
-        raise
-    with tasks:
-        print("TensorFlow starts in each of them; that takes some seconds ...", flush=True)
-        return tasks.wait()
+            # Under all-reduce all of them have to live, under auto all supervisors.
+            tolerate_worker_failures=(
+                settings.needs_parameter_servers and settings.strategy != run_settings.AUTO
+            ),
+        ) as tasks:
+            print("TensorFlow starts in each of them; that takes some seconds ...", flush=True)
+            return tasks.wait()
+    finally:
+        model_dir.release()
 
 
-def _prepare(settings: RunSettings, config: ClusterConfig) -> data.Dataset:
-    """Returns in the chief, with the data; the other tasks serve it until it ends."""
-    if not settings.needs_parameter_servers and (config.num_workers or config.num_ps):
+def _take_role(settings: RunSettings, config: ClusterConfig) -> ClusterConfig:
+    """Returns in the tasks that train, under auto in all; the others serve until training ends."""
+    settings.check_cluster(config)
+    if settings.strategy == run_settings.AUTO:
+        return config
+    if settings.strategy == "multi_worker_mirrored":
+        config = config.for_all_reduce()
+        cluster.serve_if_not_worker(config)
+    else:
+        cluster.serve_if_not_chief(config)
+    return config
+
+
+def _require_model_dir(strategy: str) -> None:
+    if not _MODEL_DIR.value:
         raise ValueError(
-            f"strategy {settings.strategy} trains in one process; expected no TF_CONFIG, found one"
-            f" with {config.num_workers} workers and {config.num_ps} parameter servers. Unset it,"
-            " or choose another strategy."
+            f"{strategy}: expected --model_dir, a folder that all tasks of the cluster share, found"
+            " none; its default is another one in each task."
         )
-    cluster.serve_if_not_chief(config)
-    dataset = data.load(settings.dataset, settings.data_dir)
-    if os.environ.get(_CLAIMED_VARIABLE) != settings.model_dir:
-        run_settings.claim_model_dir(settings.model_dir)
-    return dataset
 
 
 def _first_line_only(record: std_logging.LogRecord) -> bool:
@@ -195,25 +264,44 @@ def main(argv: list[str]) -> int:
     # TensorFlow describes its cluster, and what gRPC thinks of a dead worker, at length.
     logging.set_verbosity(logging.WARNING)
     logging.get_absl_handler().addFilter(_first_line_only)
-    config = None
+    config = model_dir = None
     try:
         settings = _settings()
         config = ClusterConfig.from_env(require_ps=settings.needs_parameter_servers)
         if config is None:
             return _train_on_local_cluster(settings)
-        dataset = _prepare(settings, config)
+        if settings.strategy in (run_settings.AUTO, "multi_worker_mirrored"):
+            _require_model_dir(settings.strategy)
+        config = _take_role(settings, config)
+        dataset = data.load(settings.dataset, settings.data_dir)
+        # Held until this process ends.
+        if config.is_chief and os.environ.get(_CLAIMED_VARIABLE) != settings.model_dir:
+            model_dir = ModelDir(settings.model_dir, settings.resume)
+        if settings.strategy == run_settings.AUTO:
+            from gba_tf import auto_run
+
+            return auto_run.supervise(settings, config, dataset)
     except KeyboardInterrupt:
         _say("stopped by SIGINT")
         return 130
     except (ValueError, NotImplementedError, ImportError, OSError, RuntimeError) as error:
         _say(str(error))
-        if config is not None and config.is_chief:
+        if config is not None and config.is_chief and settings.strategy != run_settings.AUTO:
             cluster.shutdown_cluster(config, status=1, message=str(error))
         return 2
 
+    from gba_tf.checkpoint import CheckpointError
     from gba_tf.training_run import TrainingRun
 
-    TrainingRun(settings, config, dataset).execute()
+    try:
+        training = TrainingRun(settings, config, dataset)
+    except CheckpointError as error:
+        _say(str(error))
+        if config.is_chief:
+            cluster.shutdown_cluster(config, status=1, message=str(error))
+        return 2
+    training.execute()
+    del model_dir
     return 0
 
 

@@ -83,7 +83,11 @@ class BlockReader:
 
 def _stream(first_position: int, read) -> tf.data.Dataset:
     positions = tf.data.Dataset.counter(first_position, dtype=tf.int64)
-    return positions.map(read, num_parallel_calls=1).prefetch(2)
+    options = tf.data.Options()
+    # Nothing is tuned here, and the thread that tunes would sleep, for up to as long as the dataset
+    # has been read, while the end of fit() waits for it.
+    options.autotune.enabled = False
+    return positions.map(read, num_parallel_calls=1).prefetch(2).with_options(options)
 
 
 class BlockSource(tf.distribute.DistributedDataset):

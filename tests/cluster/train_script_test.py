@@ -183,7 +183,8 @@ def test_a_run_on_a_cluster_of_its_own(criteo, tmp_path):
         "global_step": math.ceil(3 * NUM_BLOCKS / M),
         "epochs": 3,
         "examples": 3 * NUM_TRAIN,
-        "checkpoint": str(model_dir / "checkpoints" / "ckpt-23"),
+        "checkpoint": str(model_dir / "checkpoints" / "00000023" / "variables"),
+        "switches": [],
         "versions": {
             "gba_tf": gba_tf.__version__,
             "tensorflow": tf.__version__,
@@ -235,7 +236,8 @@ def test_with_tf_config_every_task_runs_the_script_also_an_evaluator(criteo, tmp
     summary = read_summary(model_dir)
     assert (summary["num_workers"], summary["num_ps"]) == (2, 1)
     assert summary["global_step"] == 2 * NUM_BLOCKS / M
-    assert {path.name for path in model_dir.iterdir()} == {"checkpoints", "summary.json", "logs"}
+    names = {path.name for path in model_dir.iterdir()}
+    assert names == {"checkpoints", "summary.json", "logs", ".lock"}
 
     # At this learning rate the model stays what it was: the training loss of an epoch is that of
     # the model on all training examples, each counted once.
@@ -244,34 +246,63 @@ def test_with_tf_config_every_task_runs_the_script_also_an_evaluator(criteo, tmp
     expected = log_loss(model, dataset.train)
     assert [float(loss) for loss in losses] == pytest.approx([expected] * 2, abs=1e-4)
 
-    again = run(launch)
+    again = run([*launch, "--noresume"])
     # 2 is that of the chief, 1 that of the tasks that it tells to end: the first one counts.
     assert again.returncode in (1, 2)
-    assert f"train: model_dir: expected a new or an empty folder, found {model_dir} in use" in (
+    assert f"train: model_dir: expected a new or an empty folder, found a run in {model_dir}" in (
         again.stderr
     )
     assert "Traceback" not in again.stderr
     assert read_summary(model_dir) == summary
 
 
-@pytest.mark.parametrize(
-    "strategy, num_workers, num_ps, local_batch_size, global_step",
-    [("parameter_server", 2, 1, 16, 2 * 30), ("one_device", 1, 0, 64, 2 * 8)],
-)
-def test_the_modes_without_tokens(
-    criteo, tmp_path, strategy, num_workers, num_ps, local_batch_size, global_step
-):
+def test_one_training_goes_through_the_modes_by_the_flag_alone(criteo, tmp_path):
     model_dir = tmp_path / "run"
-    result = run(train_command(criteo, model_dir, f"--strategy={strategy}", "--epochs=2"))
-    assert result.returncode == 0, result.stderr + result.stdout
-    summary = read_summary(model_dir)
-    assert (summary["num_workers"], summary["num_ps"]) == (num_workers, num_ps)
-    assert (summary["global_batch_size"], summary["local_batch_size"]) == (64, local_batch_size)
-    assert (summary["gradients_per_update"], summary["global_step"]) == (1, global_step)
-    assert summary["tokens"] == summary["staleness"] == {}
-    assert summary["auc"] > 0.5
-    assert result.stdout.count(": loss ") == 2
-    assert not NOISE.search(result.stdout + result.stderr), result.stdout + result.stderr
+    # Mode, workers, parameter servers, examples per gradient, global steps of its epoch of 472.
+    modes = [
+        ("multi_worker_mirrored", 2, 0, 32, 8),
+        ("gba", 2, 1, 16, 8),
+        ("parameter_server", 2, 1, 16, 30),
+        ("one_device", 1, 0, 64, 8),
+    ]
+    global_step = 0
+    for epoch, (strategy, num_workers, num_ps, local_batch_size, steps) in enumerate(modes, 1):
+        result = run(
+            train_command(criteo, model_dir, f"--strategy={strategy}", f"--epochs={epoch}")
+        )
+        assert result.returncode == 0, result.stderr + result.stdout
+        assert result.stdout.count(": loss ") == 1, result.stdout
+        if epoch > 1:
+            resumed = (
+                f"resumed from global step {global_step}, saved by {modes[epoch - 2][0]}: epoch"
+            )
+            assert f"{resumed} {epoch}, after 0 of its examples\n" in result.stdout
+        global_step += steps
+        summary = read_summary(model_dir)
+        assert (summary["num_workers"], summary["num_ps"]) == (num_workers, num_ps)
+        assert (summary["global_batch_size"], summary["local_batch_size"]) == (64, local_batch_size)
+        assert summary["gradients_per_update"] == {32: 2, 16: 4, 64: 1}[local_batch_size] or (
+            strategy == "parameter_server" and summary["gradients_per_update"] == 1
+        )
+        assert summary["global_step"] == global_step
+        assert (summary["epochs"], summary["examples"]) == (epoch, epoch * NUM_TRAIN)
+        # The 30 tokens of the epoch under GBA stay in the books.
+        assert summary["tokens"].get("issued", 0) == (NUM_BLOCKS if epoch > 1 else 0)
+        assert summary["auc"] > 0.5
+        assert not NOISE.search(result.stdout + result.stderr), result.stdout + result.stderr
+
+    saved = sorted(folder.name for folder in (model_dir / "checkpoints").glob("0*"))
+    assert saved == ["00000008", "00000016", "00000046", "00000054"]
+    again = run(train_command(criteo, model_dir, "--strategy=one_device", "--epochs=4"))
+    assert again.returncode == 0 and "4 epochs of 4 are trained already" in again.stdout
+    changed = {"auc", "loss"}
+    assert {k: v for k, v in read_summary(model_dir).items() if k not in changed} == {
+        k: v for k, v in summary.items() if k not in changed
+    }
+
+    other = run(train_command(criteo, model_dir, "--strategy=one_device", "--learning_rate=0.5"))
+    assert other.returncode == 2
+    assert "learning_rate" in other.stderr and "Traceback" not in other.stderr
 
 
 def test_few_examples_and_held_out_ones_of_one_class(tmp_path):
@@ -305,7 +336,8 @@ def test_ctrl_c_in_a_terminal_leaves_no_process_and_no_summary(criteo, tmp_path)
     assert "stopped by SIGINT" in running.output
     assert "Traceback" not in running.output
     assert not (model_dir / "summary.json").exists()
-    assert not (model_dir / "checkpoints").exists()
+    # What was saved after an epoch is whole.
+    assert tf.train.latest_checkpoint(str(model_dir / "checkpoints")) is not None
 
 
 def test_a_worker_that_dies_costs_its_token_and_not_the_run(criteo, tmp_path):

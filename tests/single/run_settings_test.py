@@ -1,11 +1,14 @@
-"""Settings are completed and checked before anything starts; a folder is for one run."""
+"""Settings are completed and checked before anything starts."""
 
 import pytest
 import tensorflow as tf
 
 from gba_tf import run_settings
+from gba_tf.cluster_config import ClusterConfig
 from gba_tf.models.defaults import DEEPFM
 from gba_tf.run_settings import RunSettings
+
+MODES = (("gba", 128), ("multi_worker_mirrored", 256))
 
 
 def create(**settings):
@@ -54,18 +57,6 @@ def test_the_local_batch_is_a_quarter_or_what_is_whole(global_batch_size, expect
 
 
 @pytest.mark.parametrize(
-    "strategy, examples_per_gradient, gradients_per_update",
-    [("gba", 16, 4), ("parameter_server", 16, 1), ("one_device", 64, 1)],
-)
-def test_what_makes_an_update_depends_on_the_mode(
-    strategy, examples_per_gradient, gradients_per_update
-):
-    settings = create(strategy=strategy, global_batch_size=64, local_batch_size=16)
-    assert settings.examples_per_gradient == examples_per_gradient
-    assert settings.gradients_per_update == gradients_per_update
-
-
-@pytest.mark.parametrize(
     "settings, text",
     [
         ({"global_batch_size": 64, "local_batch_size": 24}, "G=64 must be a whole multiple.*B=24"),
@@ -81,9 +72,28 @@ def test_a_value_out_of_range_is_named(settings, text):
         create(**settings)
 
 
-def test_a_mode_that_is_not_there_yet_says_so():
-    with pytest.raises(NotImplementedError, match="found multi_worker_mirrored, which comes in a"):
-        create(strategy="multi_worker_mirrored")
+def test_an_unknown_mode_is_told_the_known_ones():
+    with pytest.raises(ValueError, match="expected one of multi_worker_mirrored, gba, .*'sync'"):
+        create(strategy="sync")
+
+
+def test_a_bound_that_lets_nobody_start_is_refused():
+    with pytest.raises(ValueError, match="staleness_bound: expected at least 1 gradients, found 0"):
+        create(strategy="hop_bs", staleness_bound=0)
+
+
+def test_what_does_not_fit_the_cluster_is_refused():
+    config = ClusterConfig({"chief": ("a:1",), "worker": ("b:1", "c:1"), "ps": ("d:1",)}, "ps", 0)
+    create(strategy="hop_bw", global_batch_size=64, backup_workers=1).check_cluster(config)
+    with pytest.raises(ValueError, match="backup_workers from 0 to 1.*the 2 workers, found 2"):
+        create(strategy="hop_bw", global_batch_size=64, backup_workers=2).check_cluster(config)
+    with pytest.raises(ValueError, match="G=63 to be a whole multiple of the 2 workers"):
+        create(strategy="multi_worker_mirrored", global_batch_size=63).check_workers(2)
+
+
+def test_what_is_trained_does_not_depend_on_the_mode():
+    one, other = (create(strategy=name, local_batch_size=size) for name, size in MODES)
+    assert one.what_is_trained() == other.what_is_trained()
 
 
 @pytest.mark.parametrize("name", run_settings.OPTIMIZERS)
@@ -92,29 +102,3 @@ def test_keras_knows_every_optimizer(name):
     optimizer.learning_rate = 0.25
     assert type(optimizer).__name__.lower() == name
     assert float(optimizer.learning_rate) == 0.25
-
-
-def test_a_folder_is_claimed_by_one_run_only(tmp_path):
-    model_dir = tmp_path / "new" / "run"
-    run_settings.claim_model_dir(str(model_dir))
-    assert (model_dir / "logs").is_dir()
-    with pytest.raises(ValueError, match="expected a new or an empty folder, found .* in use"):
-        run_settings.claim_model_dir(str(model_dir))
-
-
-def test_an_empty_folder_can_be_claimed_and_a_file_cannot(tmp_path):
-    (tmp_path / "empty").mkdir()
-    run_settings.claim_model_dir(str(tmp_path / "empty"))
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="file in use"):
-        run_settings.claim_model_dir(str(tmp_path / "file"))
-
-
-def test_only_a_folder_without_files_is_released(tmp_path):
-    for name in ("used", "unused"):
-        run_settings.claim_model_dir(str(tmp_path / name))
-    (tmp_path / "used" / "logs" / "chief.log").touch()
-    for name in ("used", "unused"):
-        run_settings.release_model_dir(str(tmp_path / name))
-    assert not (tmp_path / "unused").exists()
-    assert (tmp_path / "used" / "logs" / "chief.log").exists()

@@ -33,6 +33,7 @@ SUMMARY = {
     },
     "staleness": {"-1": 50, "0": 4500, "2": 450},
     "checkpoint": "runs/a/checkpoints/ckpt-1250",
+    "switches": [],
     "versions": {"gba_tf": "1", "tensorflow": "2", "tf_keras": "3"},
 }
 
@@ -116,6 +117,19 @@ def test_a_mode_without_tokens_and_servers_shows_neither():
     assert "strategy    one_device\n" in block
     assert "update      1 gradient of 2,048 examples\n" in block
     assert "tokens" not in block and "staleness" not in block
+
+
+def test_each_switch_is_a_line():
+    seconds = {"save": 0.5, "restart": 2.0, "restore": 0.25, "first_step": 3.25}
+    switches = [
+        {"to": "gba", "global_step": 1200, "seconds": seconds},
+        {"to": "multi_worker_mirrored", "global_step": 3400, "seconds": {"save": 1.0}},
+    ]
+    block = summary.render({**SUMMARY, "switches": switches}, "x")
+    assert (
+        "  switches    to gba at global step 1,200, in 6.0 s\n"
+        "              to multi_worker_mirrored at global step 3,400, in 1.0 s\n"
+    ) in block
 
 
 def test_a_long_tail_of_staleness_is_one_entry():

@@ -57,8 +57,14 @@ def assert_one_line_and_nothing_written(result, text, model_dir):
     [
         ("--nope", "Unknown command line flag 'nope'"),
         ("nope", "expected flags only, found nope"),
-        ("--strategy=fast", "flag --strategy=fast: value should be one of <gba|parameter_server"),
-        ("--strategy=multi_worker_mirrored", "multi_worker_mirrored, which comes in a later"),
+        (
+            "--strategy=fast",
+            "flag --strategy=fast: value should be one of"
+            " <multi_worker_mirrored|gba|parameter_server|bsp|hop_bs|hop_bw|one_device|auto>",
+        ),
+        ("--staleness_bound=0", "flag --staleness_bound=0: 0 is not an integer in the range [1, "),
+        ("--backup_workers=-1", "flag --backup_workers=-1: -1 is not an integer"),
+        ("--save_every_steps=0", "flag --save_every_steps=0: 0 is not a positive integer"),
         ("--model=din", "flag --model=din: value should be one of <deepfm>"),
         ("--dataset=mnist", "flag --dataset=mnist: value should be one of <movielens_100k|criteo"),
         (
@@ -79,6 +85,10 @@ def assert_one_line_and_nothing_written(result, text, model_dir):
         ("--learning_rate=nan", "learning_rate: expected a positive number, found nan"),
         ("--learning_rate=fast", "flag --learning_rate=fast"),
         ("--seed=-1", "flag --seed=-1: -1 is not an integer in the range [0, "),
+        ("--switch_threshold=0", "switch_threshold: expected a positive number, found 0.0"),
+        ("--switch_windows=0", "switch_windows: expected at least 1, found 0"),
+        ("--inject_delay=1:8:2:6", "such as worker:1:8:200:600, found '1:8:2:6'"),
+        ("--inject_delay=worker:2:8:2:6", "one of the 2 workers, 0 to 1, found 2"),
         ("--num_workers=0", "flag --num_workers=0: 0 is not a positive integer"),
         ("--num_ps=0", "flag --num_ps=0: 0 is not a positive integer"),
         ("--data_dir=nowhere", "nowhere: expected Criteo's data, a folder with train.txt"),
@@ -107,14 +117,27 @@ def test_without_a_network_the_error_names_the_file_to_put_there(train, tmp_path
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_that_is_in_use_is_left_as_it_is(train, tmp_path):
+@pytest.mark.parametrize(
+    "flags, text",
+    [
+        (("--strategy=multi_worker_mirrored", "--num_workers=3"), "multiple of the 3 workers"),
+        (("--strategy=auto", "--num_workers=3"), "multiple of the 3 workers"),
+        (("--strategy=hop_bw", "--backup_workers=2"), "backup_workers from 0 to 1"),
+        (("--strategy=hop_bw", "--num_workers=4"), "whole multiple of the 3 gradients"),
+    ],
+)
+def test_what_does_not_fit_the_number_of_workers_is_one_line(train, tmp_path, flags, text):
+    assert_one_line_and_nothing_written(train(*flags), text, tmp_path / "run")
+
+
+def test_a_folder_of_something_else_is_left_as_it_is(train, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "summary.json").write_text("of another run")
     result = train()
     assert result.returncode == 2
     assert result.stderr == (
-        f"train: model_dir: expected a new or an empty folder, found {tmp_path / 'run'} in use."
-        " Choose another one, or move what is in it away.\n"
+        "train: model_dir: expected a new or an empty folder, or that of an earlier run, found"
+        f" {tmp_path / 'run'} with 'summary.json' in it. Choose another one.\n"
     )
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["summary.json"]
     assert (tmp_path / "run" / "summary.json").read_text() == "of another run"
@@ -126,6 +149,19 @@ def test_a_folder_that_cannot_be_created_is_one_line(train, tmp_path):
     assert result.returncode == 2
     assert result.stderr.startswith("train: ") and result.stderr.count("\n") == 1
     assert str(tmp_path / "file") in result.stderr
+
+
+@pytest.mark.parametrize("strategy", ["auto", "multi_worker_mirrored"])
+def test_several_tasks_that_train_need_the_same_folder(train, tmp_path, strategy):
+    tf_config = {
+        "cluster": {"chief": ["a:1"], "worker": ["b:1", "c:1"], "ps": ["d:1"]},
+        "task": {"type": "worker", "index": 1},
+    }
+    assert_one_line_and_nothing_written(
+        train(f"--strategy={strategy}", "--model_dir=", TF_CONFIG=json.dumps(tf_config)),
+        f"train: {strategy}: expected --model_dir, a folder that all tasks of the cluster share",
+        tmp_path / "run",
+    )
 
 
 def test_one_process_does_not_train_in_every_task_of_a_cluster(train, tmp_path):
