@@ -26,6 +26,10 @@ class WorkerLostError(RuntimeError):
     """This worker cannot go on, because another one is gone; TensorFlow's error is the cause."""
 
 
+class WorkersNotReadyError(RuntimeError):
+    """A worker is connected and cannot train, and so no worker can."""
+
+
 class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     """TensorFlow's own, but for input from fewer files than there are workers.
 
@@ -47,7 +51,9 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         return super().experimental_distribute_dataset(dataset, options)
 
 
-def create_strategy(config: ClusterConfig | None) -> MultiWorkerMirroredStrategy:
+def create_strategy(
+    config: ClusterConfig | None, ready: bool = True
+) -> MultiWorkerMirroredStrategy:
     """The strategy of a worker; returns when all workers are connected, and says how many.
 
     Has to come before any other TensorFlow operation. Each worker is one replica, on its CPU. When
@@ -57,6 +63,8 @@ def create_strategy(config: ClusterConfig | None) -> MultiWorkerMirroredStrategy
 
     Args:
       config: From `ClusterConfig.for_all_reduce()`, of a worker; None trains in this process alone.
+      ready: False of a worker that cannot train: it comes only to end the others, which would wait
+        for it. Default: True.
 
     Returns:
       A `tf.distribute.MultiWorkerMirroredStrategy`.
@@ -65,6 +73,7 @@ def create_strategy(config: ClusterConfig | None) -> MultiWorkerMirroredStrategy
       ValueError: If the configuration is not one for all-reduce, or this task is no worker.
       RuntimeError: If TensorFlow has already started in this process, if the address of this task
         is not free, or if the number of connected workers is not that of the configuration.
+      WorkersNotReadyError: In all workers, if one of them is not ready.
     """
     if config is None:
         cluster.say("all-reduce: found no TF_CONFIG, this process trains alone")
@@ -89,11 +98,16 @@ def create_strategy(config: ClusterConfig | None) -> MultiWorkerMirroredStrategy
                 "to the start of main(), and what makes tensors, variables or datasets, at import "
                 "time too, behind it"
             ) from None
-        connected = _count_workers(strategy)
+        connected, num_ready = _count_workers(strategy, ready)
     if connected != config.num_workers:
         raise RuntimeError(
             f"all-reduce: expected the {config.num_workers} workers of TF_CONFIG to be connected, "
             f"found {connected}. Give every task the same cluster in TF_CONFIG"
+        )
+    if num_ready != connected:
+        raise WorkersNotReadyError(
+            f"{config.task_name} ends: expected {connected} workers that can train, found"
+            f" {num_ready}. What the others print says why"
         )
     cluster.say(f"{config.task_name}: {connected} of {config.num_workers} workers are connected")
     return strategy
@@ -141,15 +155,20 @@ def _name_lost_workers(config: ClusterConfig) -> None:
     sys.excepthook = name_lost_worker
 
 
-def _count_workers(strategy: tf.distribute.Strategy) -> int:
-    """Adds a 1 from each worker, which shows that they really work together."""
+def _count_workers(strategy: tf.distribute.Strategy, ready: bool) -> tuple[int, int]:
+    """Adds numbers from each worker, which shows that they really work together.
+
+    Returns:
+      The workers, and those of them that are ready.
+    """
 
     @tf.function(autograph=False)
     def count() -> tf.Tensor:
-        ones = strategy.run(lambda: tf.constant(1.0))
-        return strategy.reduce(tf.distribute.ReduceOp.SUM, ones, axis=None)
+        numbers = strategy.run(lambda: tf.constant([1.0, float(ready)]))
+        return strategy.reduce(tf.distribute.ReduceOp.SUM, numbers, axis=None)
 
-    return int(count())
+    connected, num_ready = count().numpy().tolist()
+    return int(connected), int(num_ready)
 
 
 def _can_share_files(dataset: tf.data.Dataset, num_workers: int) -> bool:

@@ -39,12 +39,14 @@ def named(config: ClusterConfig, notice_seconds: float = _NOTICE_SECONDS) -> Ite
         env={**os.environ, "PYTHONPATH": path},
     )
     try:
-        process.stdin.write(json.dumps(dataclasses.asdict(config)).encode() + b"\n")
-        process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # It is only there to help.
+            process.stdin.write(json.dumps(dataclasses.asdict(config)).encode() + b"\n")
+            process.stdin.flush()
         yield
     finally:
         # It ends when its standard input does, and so also when this process is killed.
-        process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
         process.wait()
 
 

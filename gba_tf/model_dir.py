@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import socket
+import sys
 from typing import IO
 
 LOGS = "logs"
@@ -86,6 +87,12 @@ def _lock(path: pathlib.Path) -> IO[str]:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _NO_LOCKS:
+            print(
+                f"gba_tf: {path.parent} is on a file system without locks: nothing keeps a second"
+                " run from writing there too",
+                file=sys.stderr,
+                flush=True,
+            )
             return file
         file.seek(0)
         owner = file.read().strip()

@@ -45,6 +45,7 @@ class RunSettings:
       seed: Of initial values and of the order of the examples.
       resume: Whether to go on from the newest checkpoint in model_dir.
       save_every_steps: Steps between checkpoints within an epoch; None for one after each epoch.
+      max_checkpoints: Checkpoints to keep, the newest; None for all.
       switch_rule: Of auto.
       inject_delay: A worker to slow down; None for none.
     """
@@ -63,6 +64,7 @@ class RunSettings:
     seed: int
     resume: bool
     save_every_steps: int | None
+    max_checkpoints: int | None
     switch_rule: SwitchRule
     inject_delay: InjectedDelay | None
 
@@ -86,6 +88,7 @@ class RunSettings:
         backup_workers: int = batch_plan.DEFAULT_BACKUP_WORKERS,
         resume: bool = True,
         save_every_steps: int | None = None,
+        max_checkpoints: int | None = None,
         switch_rule: SwitchRule | None = None,
         inject_delay: InjectedDelay | None = None,
     ) -> "RunSettings":
@@ -124,6 +127,7 @@ class RunSettings:
             seed=seed,
             resume=resume,
             save_every_steps=save_every_steps,
+            max_checkpoints=max_checkpoints,
             switch_rule=switch_rule or SwitchRule(),
             inject_delay=inject_delay,
         )

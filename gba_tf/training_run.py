@@ -62,7 +62,11 @@ class TrainingRun:
         with self._strategy.scope():
             self._model = _create_model(settings, dataset)
         self._checkpoint = TrainingCheckpoint(
-            settings.model_dir, self._model, settings.what_is_trained()
+            settings.model_dir,
+            self._model,
+            # The place in the data means nothing in other data.
+            {**settings.what_is_trained(), "training_data": f"{dataset.train.checksum():08x}"},
+            settings.max_checkpoints,
         )
         if monitor is not None:
             monitor.restore_begins()
@@ -174,25 +178,28 @@ class TrainingRun:
         """Returns the seconds that training took, and its examples."""
         first = self._position
         num_steps = self._blocks.blocks_before_epoch(epoch + 1) - first
-        examples = len(self._dataset.train) - self._blocks.progress_at(first)[1]
+        # Steps repeated for a worker that died may have taken all blocks of a short epoch.
+        has_steps = num_steps > 0
+        examples = len(self._dataset.train) - self._blocks.progress_at(first)[1] if has_steps else 0
         progress = EpochProgress(
             self._title(epoch),
             done=lambda: self._position - first,
             total=num_steps,
             examples=examples,
             detail=lambda: f"loss {self._training_loss():.4f}",
-            silent=not self.is_leader,
+            silent=not (self.is_leader and has_steps),
         )
         start = self._epoch_start = time.monotonic()
         with progress:
-            self._model.fit(
-                self._data(),
-                steps_per_epoch=num_steps,
-                epochs=epoch + 1,
-                initial_epoch=epoch,
-                verbose=0,
-                callbacks=[self._steps, *([] if self._monitor is None else [self._monitor])],
-            )
+            if has_steps:
+                self._model.fit(
+                    self._data(),
+                    steps_per_epoch=num_steps,
+                    epochs=epoch + 1,
+                    initial_epoch=epoch,
+                    verbose=0,
+                    callbacks=[self._steps, *([] if self._monitor is None else [self._monitor])],
+                )
             if epoch + 1 == self._settings.epochs and not self._is_switching:
                 strategies.flush(self._strategy)
         seconds = time.monotonic() - start

@@ -9,6 +9,7 @@ gba while it trains, by how long the workers take. What a run leaves behind, a c
 summary.json and maybe logs, is in --model_dir.
 """
 
+import contextlib
 import importlib.util
 import logging as std_logging
 import os
@@ -121,6 +122,9 @@ _SAVE_EVERY_STEPS = flags.DEFINE_integer(
     "Batches between checkpoints within an epoch. Default: one after each epoch only.",
     lower_bound=1,
 )
+_MAX_CHECKPOINTS = flags.DEFINE_integer(
+    "max_checkpoints", None, "The newest checkpoints to keep. Default: all.", lower_bound=1
+)
 _SWITCH_THRESHOLD = flags.DEFINE_float(
     "switch_threshold",
     SwitchRule.threshold,
@@ -186,6 +190,7 @@ def _settings() -> RunSettings:
         backup_workers=_BACKUP_WORKERS.value,
         resume=_RESUME.value,
         save_every_steps=_SAVE_EVERY_STEPS.value,
+        max_checkpoints=_MAX_CHECKPOINTS.value,
         switch_rule=SwitchRule(
             threshold=_SWITCH_THRESHOLD.value,
             windows=_SWITCH_WINDOWS.value,
@@ -286,23 +291,34 @@ def main(argv: list[str]) -> int:
         return 130
     except (ValueError, NotImplementedError, ImportError, OSError, RuntimeError) as error:
         _say(str(error))
-        if config is not None and config.is_chief and settings.strategy != run_settings.AUTO:
-            cluster.shutdown_cluster(config, status=1, message=str(error))
+        if config is not None and settings.strategy != run_settings.AUTO:
+            _end_others(config, str(error))
         return 2
 
+    from gba_tf.all_reduce import WorkersNotReadyError
     from gba_tf.checkpoint import CheckpointError
     from gba_tf.training_run import TrainingRun
 
     try:
-        training = TrainingRun(settings, config, dataset)
-    except CheckpointError as error:
+        TrainingRun(settings, config, dataset).execute()
+    except (CheckpointError, WorkersNotReadyError, OSError) as error:  # A full disk.
         _say(str(error))
         if config.is_chief:
             cluster.shutdown_cluster(config, status=1, message=str(error))
         return 2
-    training.execute()
     del model_dir
     return 0
+
+
+def _end_others(config: ClusterConfig, reason: str) -> None:
+    """Of a task that cannot begin: nobody waits for it."""
+    if config.all_reduce and config.task_type == "worker":
+        from gba_tf import all_reduce
+
+        with contextlib.suppress(RuntimeError, ImportError):
+            all_reduce.create_strategy(config, ready=False)
+    if config.is_chief:
+        cluster.shutdown_cluster(config, status=1, message=reason)
 
 
 if __name__ == "__main__":

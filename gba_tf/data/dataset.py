@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Mapping
 
 import numpy as np
@@ -49,6 +50,13 @@ class Examples:
 
     def __len__(self) -> int:
         return self.labels.shape[0]
+
+    def checksum(self) -> int:
+        """CRC-32 of all columns and labels: other for other data, or another order of them."""
+        crc = zlib.crc32(np.ascontiguousarray(self.labels))
+        for name, column in sorted(self.columns.items()):
+            crc = zlib.crc32(np.ascontiguousarray(column), zlib.crc32(name.encode(), crc))
+        return crc
 
     def take(self, indices: np.ndarray | slice) -> Examples:
         """Returns the examples at `indices` (integers of any order, or a slice), in that order."""

@@ -55,14 +55,14 @@ class TestCluster:
             local_batch_size=local_batch_size,
             **kwargs,
         )
-        return self._use(strategy)
+        return self.use(strategy)
 
     def tensorflows_strategy(self, num_workers: int, num_ps: int, variable_partitioner=None):
         """TensorFlow's own ParameterServerStrategy on the first workers and parameter servers."""
         import tensorflow as tf
 
         resolver = self._new_resolver(num_workers, num_ps)
-        return self._use(tf.distribute.ParameterServerStrategy(resolver, variable_partitioner))
+        return self.use(tf.distribute.ParameterServerStrategy(resolver, variable_partitioner))
 
     def _new_resolver(self, num_workers: int | None, num_ps: int | None):
         import tensorflow as tf
@@ -71,7 +71,7 @@ class TestCluster:
         num_workers, num_ps = num_workers or self._num_workers, num_ps or self._num_ps
         spec = {
             # TensorFlow opens a new server whenever the tasks change, and never closes the old one.
-            "chief": [self._new_chief_address()],
+            "chief": [self.new_chief_address()],
             "worker": [addresses[f"worker-{index}"] for index in range(num_workers)],
             "ps": [addresses[f"ps-{index}"] for index in range(num_ps)],
         }
@@ -80,7 +80,8 @@ class TestCluster:
             tf.train.ClusterSpec(spec), task_type="chief", task_id=0, rpc_layer="grpc"
         )
 
-    def _use(self, strategy):
+    def use(self, strategy):
+        """Makes a strategy the latest one; returns it."""
         import tensorflow as tf
 
         TestCluster._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
@@ -96,7 +97,8 @@ class TestCluster:
                 raise RuntimeError(f"{task} does not serve:\n{log.read_text(errors='replace')}")
             time.sleep(0.05)
 
-    def _new_chief_address(self) -> str:
+    def new_chief_address(self) -> str:
+        """An address for the chief of one strategy."""
         # Kept bound, so that nobody else gets the port; gRPC may listen on it all the same.
         reserved = socket.socket()
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -35,7 +35,7 @@ if dies:
 def run_chief(cluster, steps, ending):
     addresses = cluster.processes.addresses
     spec = {
-        "chief": [cluster._new_chief_address()],
+        "chief": [cluster.new_chief_address()],
         "worker": [addresses["worker-0"], addresses["worker-1"]],
         "ps": [addresses["ps-0"], addresses["ps-1"]],
     }

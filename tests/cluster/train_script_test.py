@@ -21,6 +21,8 @@ import tf_keras
 
 import gba_tf
 from gba_tf import data, models
+from gba_tf.local_cluster import LocalCluster
+from gba_tf.model_dir import ModelDir
 from gba_tf.models.defaults import DEEPFM
 
 SCRIPTS = pathlib.Path(__file__).parents[2] / "scripts"
@@ -303,6 +305,74 @@ def test_one_training_goes_through_the_modes_by_the_flag_alone(criteo, tmp_path)
     other = run(train_command(criteo, model_dir, "--strategy=one_device", "--learning_rate=0.5"))
     assert other.returncode == 2
     assert "learning_rate" in other.stderr and "Traceback" not in other.stderr
+
+
+def variables_of(checkpoint):
+    """Key -> value of what is trained, the optimizer's variables too."""
+    reader = tf.train.load_checkpoint(checkpoint)
+    keys = [key for key in reader.get_variable_to_shape_map() if key.endswith("VARIABLE_VALUE")]
+    # Metrics and counters of saves are of one process.
+    keys = [key for key in keys if not re.match("model/_mean_loss|model/keras_api|save_co", key)]
+    return {key: reader.get_tensor(key) for key in keys}
+
+
+def test_a_run_that_was_killed_in_the_middle_of_an_update_ends_with_the_bits_of_one_that_was_not(
+    criteo, tmp_path
+):
+    # One worker makes its gradients in order. A save after every 5th of them; an update has 4.
+    flags = ["--epochs=2", "--num_workers=1", "--optimizer=adam", "--save_every_steps=5"]
+    whole = run(train_command(criteo, tmp_path / "whole", *flags))
+    assert whole.returncode == 0, whole.stderr + whole.stdout
+    summary = read_summary(tmp_path / "whole")
+
+    model_dir = tmp_path / "killed"
+    running = Running(train_command(criteo, model_dir, *flags), stdin=subprocess.DEVNULL)
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while len(list(model_dir.glob("checkpoints/0*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    running.process.kill()
+    running.end()
+    assert not (model_dir / "summary.json").exists()
+    newest = max(model_dir.glob("checkpoints/0*"))
+    [buffered] = json.loads((newest / "training.json").read_text())["buffered_gradients"]
+    assert buffered["tokens"]["buffered"] > 0, "it was to be killed in the middle of an update"
+
+    again = run(train_command(criteo, model_dir, *flags))
+    assert again.returncode == 0, again.stderr + again.stdout
+    assert f"resumed from global step {int(newest.name)}, saved by gba: epoch 1," in again.stdout
+    resumed = read_summary(model_dir)
+    for key in ("global_step", "epochs", "examples", "tokens", "auc", "loss"):
+        assert resumed[key] == summary[key], key
+    expected, found = variables_of(summary["checkpoint"]), variables_of(resumed["checkpoint"])
+    assert found.keys() == expected.keys() and len(expected) > 20
+    for key, value in expected.items():
+        assert np.array_equal(found[key], value), key
+
+
+def test_other_data_are_not_gone_on_with(criteo, tmp_path):
+    model_dir, flags = tmp_path / "run", ["--strategy=one_device", "--epochs=1"]
+    assert run(train_command(criteo, model_dir, *flags)).returncode == 0
+    (tmp_path / "data").mkdir()
+    write_criteo(tmp_path / "data" / "train.txt", NUM_ROWS, lambda row, category: row % 2)
+    result = run(train_command(tmp_path / "data", model_dir, *flags))
+    assert result.returncode == 2
+    assert "training_data" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_no_worker_of_all_reduce_waits_for_one_that_may_not_write(criteo, tmp_path):
+    model_dir = tmp_path / "run"
+    command = train_command(criteo, model_dir, "--strategy=multi_worker_mirrored")
+    claim = ModelDir(model_dir, resume=True)
+    tasks = LocalCluster(command, 2, 0, log_dir=tmp_path / "logs")
+    with tasks:
+        # Not `wait`, which ends all when one has failed: here they have to end by themselves.
+        codes = {task: p.wait(TIMEOUT_SECONDS) for task, p in tasks.processes.items()}
+    claim.release()
+    assert codes == {"chief": 1, "worker-0": 2, "worker-1": 2}
+    said = [tasks.log_path(f"worker-{index}").read_text() for index in range(2)]
+    assert "in use by another run" in said[0]
+    assert "expected 2 workers that can train, found 1" in said[1]
+    assert "Traceback" not in said[0] + said[1]
 
 
 def test_few_examples_and_held_out_ones_of_one_class(tmp_path):
