@@ -145,7 +145,12 @@ def cpu_seconds(pid: int) -> float:
     """CPU seconds, user and system, that a process and its threads have used so far."""
     # The name in parentheses may hold spaces; user time is field 14 of proc(5), system time 15.
     fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return ticks_to_seconds(int(fields[11]) + int(fields[12]))
+
+
+def ticks_to_seconds(ticks: int) -> float:
+    """Of the times in /proc."""
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def available_cores() -> list[int]:
@@ -198,7 +203,9 @@ def render_speed(results: Sequence[Mapping[str, Any]]) -> str:
                 f"{share[PARAMETER_SERVER]:.0%}",
             )
         )
-    text = "Examples per second (medians; gba/ps is the median of paired ratios)\n" + _table(rows)
+    text = "Examples per second (medians; gba/ps is the median of paired ratios)\n" + render_table(
+        rows
+    )
     core = min(result["cores_used"][CEILING] for result in results)
     if core < _UNDISTURBED_CORE:
         text += (
@@ -247,7 +254,7 @@ def render_cpu(results: Sequence[Mapping[str, Any]]) -> str:
     return (
         "CPU seconds per 1000 steps (the ceiling is one process; ps/gba and the share of it are"
         "\nratios of the sums: what the speeds come to where nothing but the CPU is the limit)\n"
-        + _table(rows)
+        + render_table(rows)
     )
 
 
@@ -263,7 +270,8 @@ def _paired_ratios(numerators: Sequence[float], denominators: Sequence[float]) -
     return [a / b for a, b in zip(numerators, denominators, strict=True)]
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def render_table(rows: Sequence[Sequence[str]]) -> str:
+    """Lines of columns that are aligned to the right; the first row is the header."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
