@@ -1,8 +1,9 @@
 """Gradients that wait for their global step, in a checkpoint.
 
 They are saved as the gradient buffers hold them, each parameter server its own, together with the
-state of the token server. A run of the same mode, sizes and parameter servers puts them back. Any
-other run has no place for them: their mean is applied to what was restored, as one more update.
+state of the token server. A run of the same mode, sizes and parameter servers puts them back; what
+decides over weights and waits may be another (the staleness tolerance, the bound). Any other run
+has no place for them: their mean is applied to what was restored, as one more update.
 """
 
 import base64
@@ -27,6 +28,9 @@ from gba_tf.placement import task_of
 from gba_tf.step_record import OptimizerCall, StateDelta, StepRecord
 from gba_tf.strategy import GBAStrategy
 
+# What became of tokens that no update group of the run counts.
+_EARLIER = "earlier"
+
 
 def settle(strategy: GBAStrategy, keep_partial: bool) -> None:
     """Leaves no step half done; applies partial buffers too, and says so, unless they are kept."""
@@ -45,8 +49,11 @@ def settle(strategy: GBAStrategy, keep_partial: bool) -> None:
 
 def num_bytes(strategy: tf.distribute.Strategy) -> int:
     """Of the gradients that `save` would write."""
-    groups = strategy.update_groups() if isinstance(strategy, GBAStrategy) else []
-    return sum(shard.buffer.stats()["num_bytes"] for group in groups for shard in group.shards)
+    return sum(
+        shard.buffer.stats()["num_bytes"]
+        for group in _groups_of(strategy)
+        for shard in group.shards
+    )
 
 
 def save(
@@ -65,29 +72,28 @@ def save(
 
     Returns:
       What `restore` needs besides the files, for JSON: "tokens", the counts of all that has ended,
-      and "buffered_gradients".
+      by update group, and "buffered_gradients".
 
     Raises:
       ValueError: Gradients wait for an optimizer or a variable that is not in the checkpoint.
     """
-    ended, waiting = [token_totals.earlier_stats(strategy)], []
-    groups = strategy.update_groups() if isinstance(strategy, GBAStrategy) else []
-    for group in groups:
+    ended, waiting = {_EARLIER: token_totals.earlier_stats(strategy)}, []
+    for group in _groups_of(strategy):
         stats = group.stats()
         if stats.buffered:
             prefix = f"gradients-{len(waiting)}"
             waiting.append(_save_group(group, stats, optimizer, variables, folder, prefix))
         else:
-            ended.append(stats)
+            ended[token_totals.group_name(group)] = stats
     return {
-        "tokens": token_totals.to_json(token_totals.total(ended)),
+        "tokens": {name: token_totals.to_json(stats) for name, stats in ended.items()},
         "buffered_gradients": waiting,
     }
 
 
 def mark_saved(strategy: tf.distribute.Strategy) -> None:
     """Says that a checkpoint has what is in the buffers now."""
-    for group in strategy.update_groups() if isinstance(strategy, GBAStrategy) else []:
+    for group in _groups_of(strategy):
         group.issued_when_saved = group.stats().issued
 
 
@@ -97,7 +103,7 @@ def restore(
     variables: Sequence[LogicalVariable],
     folder: pathlib.Path,
     metadata: dict[str, Any],
-) -> TokenStats:
+) -> tuple[TokenStats, bool]:
     """Puts back what `save` wrote, or applies it; after `settle`, with the variables restored.
 
     Args:
@@ -108,13 +114,19 @@ def restore(
       metadata: With what `save` returned.
 
     Returns:
-      The counts of all tokens that no token server of `strategy` counts.
+      The counts of all tokens that no token server of `strategy` counts, and whether an update was
+      applied.
     """
-    ended = [token_totals.from_json(metadata["tokens"])]
-    groups = strategy.update_groups() if isinstance(strategy, GBAStrategy) else []
-    for group in groups:
-        if any(mine is optimizer for mine in group.optimizers):
+    tokens = dict(metadata["tokens"])
+    replaced = {saved["name"] for saved in metadata["buffered_gradients"]}
+    for group in _groups_of(strategy):
+        name = token_totals.group_name(group)
+        if name in replaced or any(mine is optimizer for mine in group.optimizers):
             group.reset()
+        else:
+            tokens.pop(name, None)  # It goes on counting them itself.
+    ended = [token_totals.from_json(counts) for counts in tokens.values()]
+    is_changed = False
     for saved in metadata["buffered_gradients"]:
         if _has_place(saved, strategy, optimizer, variables):
             group = strategy.update_group(_record_of(saved, optimizer, variables))
@@ -125,9 +137,15 @@ def restore(
                 for shard in group.shards
             ]
             group.restore(saved_gradients.token_state(saved), contents)
+            group.issued_when_saved = group.stats().issued
         else:
             ended.append(leftover_update.apply(saved, strategy, optimizer, variables, folder))
-    return token_totals.total(ended)
+            is_changed = True
+    return token_totals.total(ended), is_changed
+
+
+def _groups_of(strategy: tf.distribute.Strategy) -> list[UpdateGroup]:
+    return strategy.update_groups() if isinstance(strategy, GBAStrategy) else []
 
 
 def _save_group(
@@ -172,6 +190,7 @@ def _save_group(
             }
         saved_gradients.write(shard.buffer, folder / f"{prefix}-ps{shard.task}")
     return {
+        "name": token_totals.group_name(group),
         "policy": dataclasses.asdict(group.policy),
         "sparse_divisor": group.sparse_divisor,
         "num_ps": group.num_ps,
@@ -191,8 +210,12 @@ def _has_place(
     """Whether the buffers of this run are those that were saved."""
     if not isinstance(strategy, GBAStrategy):
         return False
-    if (saved["policy"], saved["sparse_divisor"], saved["num_ps"]) != (
-        dataclasses.asdict(strategy.policy),
+    policy, here = saved["policy"], strategy.policy
+    same_policy = (policy["name"], policy["gradients_per_update"]) == (
+        here.name,
+        here.gradients_per_update,
+    )
+    if not same_policy or (saved["sparse_divisor"], saved["num_ps"]) != (
         strategy.config.sparse_divisor,
         strategy.extended._num_ps,
     ):

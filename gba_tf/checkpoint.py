@@ -10,7 +10,6 @@ tf.train.load_checkpoint reads too, gradients that wait for their update (buffer
 `training.json` with everything else. How it is kept whole: checkpoint_files.
 """
 
-import contextlib
 import dataclasses
 import glob
 import json
@@ -22,19 +21,23 @@ from typing import Any
 
 import tensorflow as tf
 
-from gba_tf import buffered_gradients, logical_variables, optimizer_hooks
-from gba_tf.checkpoint_files import METADATA, CheckpointError, CheckpointFiles, SavedCheckpoint
+from gba_tf import buffered_gradients, logical_variables, optimizer_hooks, tf_state_file
+from gba_tf.checkpoint_files import (
+    METADATA,
+    PREFIX,
+    CheckpointError,
+    CheckpointFiles,
+    SavedCheckpoint,
+)
 from gba_tf.logical_variables import LogicalVariable
 from gba_tf.placement import ps_device
 from gba_tf.strategy import GBAStrategy
 from gba_tf.token_totals import set_earlier_stats, total_stats
+from gba_tf.worker_agreement import WorkerAgreement
 
 __all__ = ["CheckpointError", "Progress", "TrainingCheckpoint", "total_stats"]
 
 _FOLDER = "checkpoints"
-_PREFIX = "variables"
-# For tf.train.latest_checkpoint, of one checkpoint's folder and of all. Nothing here reads it.
-_STATE_FILE = "checkpoint"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +62,8 @@ class TrainingCheckpoint:
 
     Every task that trains uses it in the same way: the chief with parameter servers, each worker
     under tf.distribute.MultiWorkerMirroredStrategy, of which the first writes. `model_dir` is a
-    folder that all tasks of the cluster share, parameter servers too.
+    folder that all tasks of the cluster share, parameter servers too. After the first save no other
+    process may save there, until this one ends or the object is gone; anybody may restore.
 
     Args:
       model_dir: The folder of the run.
@@ -70,6 +74,8 @@ class TrainingCheckpoint:
 
     Attributes:
       path: Of the checkpoint that was saved or restored last; None before.
+      changed_by_restore: Whether `restore` has applied gradients that waited, so that the model is
+        one update ahead of the checkpoint at `path`, until the next `save`.
 
     Raises:
       ValueError: The model is not compiled, or max_to_keep is less than 1.
@@ -92,15 +98,14 @@ class TrainingCheckpoint:
         self._strategy = model.distribute_strategy
         # As JSON gives them back, to be compared.
         self._settings = json.loads(json.dumps(dict(settings or {})))
-        self._files = CheckpointFiles(pathlib.Path(model_dir) / _FOLDER, max_to_keep)
+        self._workers = WorkerAgreement(self._strategy)
+        helpers = _tasks_of(self._strategy) if self._workers.has_others else ()
+        self._files = CheckpointFiles(pathlib.Path(model_dir) / _FOLDER, max_to_keep, helpers)
         self._checkpoint = tf.train.Checkpoint(model=model, optimizer=self._optimizer)
         # Created when it is first asked for; plain tf.train.Checkpoint.restore expects it.
         _ = self._checkpoint.save_counter
         self.path: str | None = None
-        # TensorFlow warns of a strategy that is run eagerly.
-        self._gather = tf.function(lambda numbers: self._strategy.run(_gather, (numbers,)))
-        if self._is_writer:
-            self._files.clean()
+        self.changed_by_restore = False
 
     def save(
         self, progress: Progress | Callable[[], Progress], *, keep_partial: bool = True
@@ -120,6 +125,7 @@ class TrainingCheckpoint:
           ValueError: The model is not built, was compiled again, or trains variables that are not
             its own.
           OSError: The disk is full. Earlier checkpoints are as they were.
+          RuntimeError: Another process saves in the folder, or another worker could not save.
         """
         self._settle(keep_partial)
         if callable(progress):
@@ -128,9 +134,10 @@ class TrainingCheckpoint:
         step = int(self._optimizer.iterations.numpy())
 
         def write(folder: pathlib.Path) -> dict[str, Any]:
+            self._workers.agree()
             self._require_shared(folder)
             self._write_variables(folder)
-            _write_state(folder, _PREFIX)
+            tf_state_file.write(folder, PREFIX)
             return {
                 "strategy": _mode(self._strategy),
                 "progress": _without_strategy(progress),
@@ -140,18 +147,16 @@ class TrainingCheckpoint:
                 **buffered_gradients.save(self._strategy, self._optimizer, variables, folder),
             }
 
-        def save() -> pathlib.Path:
-            if not self._is_writer:
-                return self._take_part(step)
-            num_bytes = sum(variable.num_bytes for variable in variables)
-            num_bytes += buffered_gradients.num_bytes(self._strategy)
-            folder = self._files.save(step, write, num_bytes)
-            _write_state(self._files.directory, f"{folder.name}/{_PREFIX}")
-            return folder
-
-        folder = self._together(save) if self._is_shared_by_workers else save()
+        with self._workers.together(f"The checkpoint of global step {step} was not saved"):
+            if self._workers.is_first:
+                num_bytes = sum(variable.num_bytes for variable in variables)
+                num_bytes += buffered_gradients.num_bytes(self._strategy)
+                self._files.save(step, write, num_bytes)
+            else:
+                self._take_part()
         buffered_gradients.mark_saved(self._strategy)
-        self.path = str(folder / _PREFIX)
+        self.path = str(self._files.folder(step) / PREFIX)
+        self.changed_by_restore = False
         return self.path
 
     def restore(self) -> Progress | None:
@@ -168,7 +173,12 @@ class TrainingCheckpoint:
           CheckpointError: The newest checkpoint is damaged, or of other variables, another
             optimizer or other settings; the text names the first that differs. Nothing is changed.
           ValueError: The model is not built, or was compiled again.
+          RuntimeError: Another worker could not restore it.
         """
+        with self._workers.together("The checkpoint was not restored on every worker"):
+            return self._restore()
+
+    def _restore(self) -> Progress | None:
         saved = self._newest()
         if saved is None:
             return None
@@ -183,15 +193,15 @@ class TrainingCheckpoint:
             where,
         )
         self._require_shared(saved.folder / METADATA)
+        self._workers.agree()
         self._settle(keep_partial=True)
         # What is left over are metrics, which another run may have or not.
-        self._checkpoint.read(str(saved.folder / _PREFIX)).expect_partial()
-        earlier = buffered_gradients.restore(
+        self._checkpoint.read(str(saved.folder / PREFIX)).expect_partial()
+        earlier, self.changed_by_restore = buffered_gradients.restore(
             self._strategy, self._optimizer, variables, saved.folder, metadata
         )
         set_earlier_stats(self._strategy, earlier)
-        buffered_gradients.mark_saved(self._strategy)
-        self.path = str(saved.folder / _PREFIX)
+        self.path = str(saved.folder / PREFIX)
         return Progress(**metadata["progress"], strategy=metadata["strategy"])
 
     def callback(
@@ -210,18 +220,6 @@ class TrainingCheckpoint:
           ValueError: save_every_steps without `progress`, or less than 1.
         """
         return _SaveCallback(self, progress, save_every_steps)
-
-    @property
-    def _is_writer(self) -> bool:
-        return not self._is_shared_by_workers or self._strategy.extended.should_checkpoint
-
-    @property
-    def _is_shared_by_workers(self) -> bool:
-        extended = self._strategy.extended
-        return (
-            isinstance(self._strategy, tf.distribute.MultiWorkerMirroredStrategy)
-            and extended._in_multi_worker_mode()
-        )
 
     def _settle(self, keep_partial: bool) -> None:
         coordinator = getattr(self._strategy, "_cluster_coordinator", None)
@@ -261,43 +259,24 @@ class TrainingCheckpoint:
             optimizer_hooks.build(self._optimizer, self._model.trainable_variables)
         return logical_variables.of(self._checkpoint)
 
-    def _together(self, save: Callable[[], pathlib.Path]) -> pathlib.Path:
-        """Saves on all workers, or fails on all: none waits for one that has given up."""
-        try:
-            folder = save()
-        except Exception:
-            with contextlib.suppress(tf.errors.OpError):
-                self._numbers_of_workers(1)
-            raise
-        failed = [i for i, number in enumerate(self._numbers_of_workers(0)) if number]
-        if failed:
-            raise RuntimeError(
-                f"The checkpoint {folder} was not saved, because worker {failed[0]} could not write"
-                " it; see its error."
-            )
-        return folder
-
-    def _take_part(self, step: int) -> pathlib.Path:
+    def _take_part(self) -> None:
         """Of a worker that does not write: some variables are read by all workers together."""
         resolver = self._strategy.cluster_resolver
-        with self._files.scratch(f"{resolver.task_type}-{resolver.task_id}") as folder:
+        with self._files.scratch(_task_name(resolver.task_type, resolver.task_id)) as folder:
+            self._workers.agree()
             self._write_variables(folder)
-        return self._files.folder(step)
 
     def _write_variables(self, folder: pathlib.Path) -> None:
         logger = tf.get_logger()
         logger.addFilter(_is_not_about_retracing)
         try:
-            self._checkpoint.write(str(folder / _PREFIX))
+            self._checkpoint.write(str(folder / PREFIX))
         finally:
             logger.removeFilter(_is_not_about_retracing)
 
     def _newest(self) -> SavedCheckpoint | None:
-        if not self._is_shared_by_workers:
-            return self._files.newest()
-        self._numbers_of_workers(0)  # The first worker has cleaned up; now all see the same.
         steps = self._files.steps()
-        found = self._numbers_of_workers(steps[-1] if steps else -1)
+        found = self._workers.numbers(steps[-1] if steps else -1)
         if len(set(found)) > 1:
             names = ["none" if step < 0 else f"step {step}" for step in found]
             raise CheckpointError(
@@ -306,11 +285,6 @@ class TrainingCheckpoint:
                 f" {len(found) - 1}. model_dir has to be a folder that all workers share."
             )
         return self._files.read(steps[-1]) if steps else None
-
-    def _numbers_of_workers(self, number: int) -> list[int]:
-        """What each worker calls this with; waits for all of them."""
-        gathered = self._gather(tf.constant([number], tf.int64))
-        return self._strategy.experimental_local_results(gathered)[0].numpy().tolist()
 
     def _refuse_other_settings(self, saved: Mapping[str, Any], where: str) -> None:
         for name, value in self._settings.items():
@@ -360,15 +334,13 @@ def _is_not_about_retracing(record: logging.LogRecord) -> bool:
     return "triggered tf.function retracing" not in record.getMessage()
 
 
-def _write_state(folder: pathlib.Path, path: str) -> None:
-    temporary = folder / f".{_STATE_FILE}"
-    temporary.write_text(f'model_checkpoint_path: "{path}"\nall_model_checkpoint_paths: "{path}"\n')
-    os.replace(temporary, folder / _STATE_FILE)
+def _tasks_of(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> list[str]:
+    tasks = strategy.cluster_resolver.cluster_spec()
+    return [_task_name(job, index) for job in tasks.jobs for index in tasks.task_indices(job)]
 
 
-def _gather(numbers: tf.Tensor) -> tf.Tensor:
-    # An argument is on no device; what is made here is on that of the replica.
-    return tf.distribute.get_replica_context().all_gather(tf.identity(numbers), axis=0)
+def _task_name(job: str, index: int) -> str:
+    return f"{job}-{index}"
 
 
 def _mode(strategy: tf.distribute.Strategy) -> str:

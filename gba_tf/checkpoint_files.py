@@ -4,6 +4,9 @@ DIR/<step, 8 digits>/ holds one checkpoint. It is written to a folder beside it,
 with a dot, brought to the disk, and then renamed. A folder without a dot is therefore complete,
 unless somebody has damaged it since: `training.json` in it has the size and CRC-32 of every file.
 
+One process at a time writes there: it claims the folder before its first save, and removes what one
+that was killed has left. Whoever only reads changes nothing.
+
 A second checkpoint of the same step first becomes `<step>.new`, which counts from then on, and gets
 the name `<step>` when the older one is removed: there is no moment without a complete one.
 """
@@ -16,19 +19,31 @@ import os
 import pathlib
 import re
 import shutil
+import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from absl import logging
+
+from gba_tf import tf_state_file
+from gba_tf.file_lock import FileLock, LockedError
+
 METADATA = "training.json"
-FORMAT_VERSION = 1
+# Of the files with the variables.
+PREFIX = "variables"
+FORMAT_VERSION = 2
 
 _COMPLETE = re.compile(r"(\d{8,})(\.new)?")
 _NEW = ".new"
 _UNFINISHED = re.compile(r"\.\d{8,}(\.new)?\.(writing|removed)")
+_SCRATCH = re.compile(r"\.(.+)\.scratch")
+_LOCK = ".lock"
 _CHUNK_BYTES = 2**20
 # A full disk, a quota, a limit of the process.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Lock file -> this process's claim, which all that save there share.
+_claims: "weakref.WeakValueDictionary[pathlib.Path, FileLock]" = weakref.WeakValueDictionary()
 
 
 class CheckpointError(ValueError):
@@ -51,22 +66,31 @@ class SavedCheckpoint:
 
 
 class CheckpointFiles:
-    """The checkpoints of one run; one process at a time writes there.
+    """The checkpoints of one run.
 
     Args:
-      directory: Created by the first save.
+      directory: Created by the first save. From then on no other process may save there, while this
+        object lives.
       max_to_keep: After a save, older checkpoints beyond this number are removed. None keeps all.
+      helpers: The owners of scratch folders that may be in use: other processes of the same run.
 
     Raises:
       ValueError: max_to_keep is less than 1.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], max_to_keep: int | None = None):
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None = None,
+        helpers: Collection[str] = (),
+    ):
         if max_to_keep is not None and max_to_keep < 1:
             raise ValueError(f"max_to_keep: expected at least 1 or None, found {max_to_keep}.")
         # Parameter servers write there too, and may have another working directory.
         self.directory = pathlib.Path(directory).absolute()
         self._max_to_keep = max_to_keep
+        self._helpers = frozenset(helpers)
+        self._claim: FileLock | None = None
 
     def steps(self) -> list[int]:
         """The global steps of all checkpoints, ascending."""
@@ -113,20 +137,20 @@ class CheckpointFiles:
 
         Raises:
           OSError: The disk is full, or cannot be written to. The earlier checkpoints are there.
+          RuntimeError: Another process saves there.
         """
         unfinished = self.directory / f".{step:08d}.writing"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        try:
-            unfinished.mkdir(parents=True)
-            metadata = dict(write(unfinished))
-            _seal(unfinished, step, metadata)
-            return self._publish(unfinished, step)
-        except BaseException as error:
+        with self._explained_if_full(step, num_bytes):
+            self._claim_directory()
             shutil.rmtree(unfinished, ignore_errors=True)
-            reason = _reason_if_full(error)
-            if reason is not None:
-                raise self._full(step, num_bytes, reason) from error
-            raise
+            try:
+                unfinished.mkdir()
+                metadata = dict(write(unfinished))
+                _seal(unfinished, step, metadata)
+                return self._publish(unfinished, step)
+            except BaseException:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                raise
 
     @contextlib.contextmanager
     def scratch(self, owner: str) -> Iterator[pathlib.Path]:
@@ -143,13 +167,37 @@ class CheckpointFiles:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def clean(self) -> None:
-        """Finishes or removes what a process left that was killed while it saved.
+    def _claim_directory(self) -> None:
+        """Makes this process the one that saves there."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        path = self.directory.resolve() / _LOCK
+        claim = _claims.get(path)
+        if claim is None or not claim.is_in_place():
+            try:
+                claim = FileLock(path)
+            except LockedError as error:
+                raise RuntimeError(
+                    f"Expected no other process that saves in {self.directory}, found one:"
+                    f" {error.owner}. Nothing was saved. Wait for its end, or choose another"
+                    " model_dir."
+                ) from None
+            if not claim.keeps_others_out:
+                logging.warning(
+                    "%s is on a file system without locks: nothing keeps a second process from"
+                    " saving there too.",
+                    self.directory,
+                )
+            _claims[path] = claim
+            self._clean()
+        self._claim = claim
 
-        Of the process that writes, before its first save.
-        """
+    def _clean(self) -> None:
+        """Finishes or removes what a process left that was killed while it saved."""
         for path in list(self._entries()):
-            if _UNFINISHED.fullmatch(path.name):
+            scratch = _SCRATCH.fullmatch(path.name)
+            if scratch and scratch[1] in self._helpers:
+                continue  # It removes what it left itself.
+            if scratch or _UNFINISHED.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
             elif path.name.endswith(_NEW) and _COMPLETE.fullmatch(path.name):
                 self._replace(path)
@@ -172,10 +220,23 @@ class CheckpointFiles:
         else:
             os.rename(complete, folder)
         _sync_folder(self.directory)
+        self._point_to(folder)
         if self._max_to_keep is not None:
             for old in self.steps()[: -self._max_to_keep]:
                 self._remove(self.folder(old))
         return folder
+
+    def _point_to(self, folder: pathlib.Path) -> None:
+        try:
+            tf_state_file.write(self.directory, f"{folder.name}/{PREFIX}")
+        except OSError as error:
+            logging.warning(
+                "The checkpoint %s is complete, but tf.train.latest_checkpoint(%s) does not know of"
+                " it: %s. gba_tf finds it all the same.",
+                folder,
+                self.directory,
+                error,
+            )
 
     def _replace(self, replacement: pathlib.Path) -> None:
         folder = replacement.with_name(replacement.name.removesuffix(_NEW))
@@ -203,8 +264,20 @@ class CheckpointFiles:
             f" {earlier}. To go on from there, move {self.folder(damaged_step)} away."
         )
 
+    @contextlib.contextmanager
+    def _explained_if_full(self, step: int, num_bytes: int) -> Iterator[None]:
+        """Says how much room is needed where there is none."""
+        try:
+            yield
+        except Exception as error:
+            reason = _reason_if_full(error)
+            if reason is None:
+                raise
+            raise self._full(step, num_bytes, reason) from error
+
     def _full(self, step: int, num_bytes: int, reason: str) -> OSError:
-        free = shutil.disk_usage(self.directory).free
+        existing = next(p for p in (self.directory, *self.directory.parents) if p.exists())
+        free = shutil.disk_usage(existing).free
         newest = self._intact(self.steps())
         kept = "There is no earlier one."
         if newest is not None:

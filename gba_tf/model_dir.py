@@ -1,21 +1,16 @@
 """The folder that a run writes to: one run at a time, and nothing of anybody else's in it."""
 
-import errno
-import fcntl
-import json
 import os
 import pathlib
-import socket
 import sys
-from typing import IO
+
+from gba_tf.file_lock import FileLock, LockedError
 
 LOGS = "logs"
 CHECKPOINTS = "checkpoints"
 _LOCK = ".lock"
 # What tells the folder of an earlier run from somebody else's.
 _OF_A_RUN = (LOGS, CHECKPOINTS, _LOCK)
-# Some shared file systems have no locks.
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 
 
 class ModelDir:
@@ -33,7 +28,7 @@ class ModelDir:
 
     def __init__(self, path: str | os.PathLike[str], resume: bool):
         self.path = pathlib.Path(path)
-        self._lock: IO[str] | None = None
+        self._lock: FileLock | None = None
         found = _names_in(self.path)
         self._created = not self.path.exists()
         if found and not any(name in found for name in _OF_A_RUN):
@@ -80,30 +75,19 @@ def _remove_if_empty(folder: pathlib.Path) -> None:
         return
 
 
-def _lock(path: pathlib.Path) -> IO[str]:
-    # A lock of the system's, not the existence of a file: it ends with a process that is killed.
-    file = path.open("a+")
+def _lock(path: pathlib.Path) -> FileLock:
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
-            print(
-                f"gba_tf: {path.parent} is on a file system without locks: nothing keeps a second"
-                " run from writing there too",
-                file=sys.stderr,
-                flush=True,
-            )
-            return file
-        file.seek(0)
-        owner = file.read().strip()
-        file.close()
-        if not isinstance(error, BlockingIOError):
-            raise
+        lock = FileLock(path)
+    except LockedError as error:
         raise ValueError(
             f"model_dir: expected one that nobody writes to, found {path.parent} in use by another"
-            f" run ({owner or 'unknown'}). Wait for its end, or choose another folder."
+            f" run ({error.owner}). Wait for its end, or choose another folder."
         ) from None
-    file.truncate(0)
-    file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
-    file.flush()
-    return file
+    if not lock.keeps_others_out:
+        print(
+            f"gba_tf: {path.parent} is on a file system without locks: nothing keeps a second"
+            " run from writing there too",
+            file=sys.stderr,
+            flush=True,
+        )
+    return lock

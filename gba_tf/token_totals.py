@@ -2,11 +2,13 @@
 
 import collections
 import dataclasses
+import uuid
 import weakref
 from typing import Any
 
 import tensorflow as tf
 
+from gba_tf.apply import UpdateGroup
 from gba_tf.ops.token_server import TokenStats
 from gba_tf.strategy import GBAStrategy
 
@@ -15,6 +17,8 @@ NO_TOKENS = TokenStats(0, 0, 0, 0, 0, 0, 0, {})
 _earlier: "weakref.WeakKeyDictionary[tf.distribute.Strategy, TokenStats]" = (
     weakref.WeakKeyDictionary()
 )
+# By which a checkpoint says whose tokens it has counted.
+_group_names: "weakref.WeakKeyDictionary[UpdateGroup, str]" = weakref.WeakKeyDictionary()
 
 
 def total_stats(strategy: tf.distribute.Strategy) -> TokenStats:
@@ -39,6 +43,11 @@ def earlier_stats(strategy: tf.distribute.Strategy) -> TokenStats:
 
 def set_earlier_stats(strategy: tf.distribute.Strategy, stats: TokenStats) -> None:
     _earlier[strategy] = stats
+
+
+def group_name(group: UpdateGroup) -> str:
+    """The same for as long as the group lives, and no other group's, in no process."""
+    return _group_names.setdefault(group, uuid.uuid4().hex)
 
 
 def total(parts: list[TokenStats]) -> TokenStats:

@@ -128,6 +128,8 @@ class TrainingRun:
             self._say(
                 f"{summary.count(epoch, 'epoch')} of {self._settings.epochs} are trained already"
             )
+            if self._checkpoint.changed_by_restore:  # What is evaluated is what is saved.
+                self.save()
             auc, loss = self._evaluate()
         result = self._summary(auc, loss)
         if self.is_leader:

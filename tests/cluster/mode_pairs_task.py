@@ -4,6 +4,7 @@ Argument: a folder with a model folder for each mode. Restores each of them and 
 in `found`; then trains, and saves what other modes are to restore.
 """
 
+import importlib.util
 import pathlib
 import sys
 
@@ -14,43 +15,28 @@ import gba_tf
 from gba_tf.checkpoint import Progress, TrainingCheckpoint
 
 ALL_REDUCE = "multi_worker_mirrored"
-NUM_ROWS, NUM_IDS, BATCH = 11, 3, 4
+BATCH = 4
+
+_MODELS = pathlib.Path(__file__).with_name("checkpoint_models.py")
+_spec = importlib.util.spec_from_file_location("checkpoint_models", _MODELS)
+models = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(models)
+state_of = models.state_of
 
 
 def make_model(seed):
-    """An embedding, moving averages, a dense layer; slots and a schedule in the optimizer."""
-    initializer = tf.keras.initializers.RandomNormal(seed=seed)
-    model = tf.keras.Sequential(
-        [
-            tf.keras.layers.Embedding(NUM_ROWS, 4, initializer, input_length=NUM_IDS),
-            tf.keras.layers.Flatten(),
-            tf.keras.layers.BatchNormalization(),
-            tf.keras.layers.Dense(1, kernel_initializer=initializer),
-        ]
-    )
-    model.build([None, NUM_IDS])
+    """With slots and a schedule in the optimizer."""
     schedule = tf.keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
-    model.compile(tf.keras.optimizers.Adam(schedule), loss="mse")
-    return model
+    return models.make_model(lambda: tf.keras.optimizers.Adam(schedule), seed)
 
 
 def train(model, num_steps, batch=BATCH):
     """Some steps, on random examples."""
     rng = np.random.default_rng(0)
-    ids = rng.integers(0, NUM_ROWS, (batch, NUM_IDS)).astype("int32")
+    ids = rng.integers(0, models.NUM_ROWS, (batch, models.NUM_IDS)).astype("int32")
     labels = rng.normal(size=(batch, 1)).astype("float32")
     data = tf.data.Dataset.from_tensors((ids, labels)).repeat()
     model.fit(data, steps_per_epoch=num_steps, verbose=0)
-
-
-def state_of(model):
-    """Key -> value of every variable of the model and its optimizer, shards put together."""
-    state = {}
-    for logical in TrainingCheckpoint("", model)._variables():
-        shards = getattr(logical.variable, "variables", [logical.variable])
-        values = [shard.numpy() for shard in shards]
-        state[logical.key] = np.concatenate(values) if len(values) > 1 else values[0]
-    return state
 
 
 def save(folder, model, number):

@@ -52,9 +52,12 @@ def modes(cluster, tmp_path_factory):
     (folder / "found").mkdir()
     saved, restored = {}, {}
     for number, mode in enumerate(IN_THIS_PROCESS):
-        with strategy_of(mode, cluster).scope():
+        strategy = strategy_of(mode, cluster)
+        with strategy.scope():
             model = task.make_model(seed=number)
-        task.train(model, 6)  # Whole updates: no gradients wait that another mode would apply.
+        task.train(model, 6)
+        if mode in POLICIES:  # No gradients are left that another mode would apply.
+            strategy.flush()
         saved[mode] = task.save(folder / f"from-{mode}", model, number)
 
     environment = {"PYTHONPATH": str(pathlib.Path(gba_tf.__file__).parents[1])}

@@ -104,7 +104,8 @@ def test_training_goes_on_with_the_same_bits(make_optimizer, tmp_path):
 
 
 def test_what_is_saved_can_be_read_without_gba_tf(saved):
-    path = tf.train.latest_checkpoint(saved / "checkpoints" / "00000002")
+    path = tf.train.latest_checkpoint(saved / "checkpoints")
+    assert path == tf.train.latest_checkpoint(saved / "checkpoints" / "00000002")
     kernel = make_model()
     TrainingCheckpoint(saved, kernel).restore()
     found = tf.train.load_checkpoint(path).get_tensor(
@@ -127,6 +128,7 @@ def test_without_a_checkpoint_nothing_is_restored(tmp_path):
     before = state_of(model)
     checkpoint = TrainingCheckpoint(tmp_path, model)
     assert checkpoint.restore() is None
+    assert not checkpoint.changed_by_restore
     assert state_of(model)[: len(before)] == before
     assert total_stats(model.distribute_strategy) == TokenStats(0, 0, 0, 0, 0, 0, 0, {})
 
@@ -219,6 +221,13 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_else_is_restored_instead(sa
     assert [weight.numpy().tolist() for weight in restored.weights] == before
 
 
+def test_who_only_restores_leaves_alone_what_another_process_is_writing(saved):
+    writing = saved / "checkpoints" / ".00000003.writing"
+    writing.mkdir()
+    assert TrainingCheckpoint(saved, make_model()).restore().epoch == 2
+    assert writing.exists()
+
+
 def test_a_model_that_is_not_ready_is_refused(tmp_path):
     model = keras.Sequential([keras.layers.Dense(1)])
     with pytest.raises(ValueError, match="expected a compiled model, found one without an optim"):
@@ -248,9 +257,13 @@ def test_a_disk_that_is_too_small_leaves_the_checkpoint_before(saved):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         error.match(r"The earlier one of global step 2 is complete: \S*00000002")
-        assert [p.name for p in (saved / "checkpoints").iterdir()] == ["00000002"]
+        names = {path.name for path in (saved / "checkpoints").iterdir()} - {".lock"}
+        assert names == {"00000002", "checkpoint"}
+        latest = tf.train.latest_checkpoint(saved / "checkpoints")
+        assert latest == str(saved / "checkpoints" / "00000002" / "variables")
     # As soon as there is room it goes on.
-    checkpoint.save(Progress(3, 0))
+    path = checkpoint.save(Progress(3, 0))
+    assert tf.train.latest_checkpoint(saved / "checkpoints") == path
     restored = make_model()
     assert TrainingCheckpoint(saved, restored).restore().epoch == 3
     assert state_of(restored) == state
