@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ import tensorflow as tf
 from absl import logging
 
 from gba_tf import direct_updates
+from gba_tf.apply import UpdateGroup
 
 
 def report_dead_workers(coordinator, give_up: Callable[[int], None]) -> None:
@@ -105,3 +107,60 @@ def check_steps(coordinator, guarded: dict[int, tf.Variable]) -> None:
         put(closure, tag=tag)
 
     queue.put = check_and_put
+
+
+def refuse_mixed_steps(
+    coordinator, mode: str, groups_of: Callable[[object], tuple[UpdateGroup, ...]]
+) -> None:
+    """Refuses to schedule steps of several update groups at the same time.
+
+    Each group has a token server, which lets a worker wait for the others. A worker that waits in
+    one group for a worker that waits in another would do so for ever.
+
+    Args:
+      coordinator: The ClusterCoordinator.
+      mode: Where workers wait; for the message.
+      groups_of: The concrete function of a step -> the groups that it takes tokens of.
+    """
+    queue = coordinator._cluster.closure_queue
+    put = queue.put
+    known = weakref.WeakKeyDictionary()
+    latest_group = None
+    lock = threading.Lock()
+
+    def check_and_put(closure, tag=None):
+        nonlocal latest_group
+        function = getattr(closure, "_concrete_function", None)
+        groups = ()
+        if tag is None and function is not None:
+            groups = known.get(function)
+            if groups is None:
+                groups = known[function] = groups_of(function)
+        if not groups:  # It trains nothing.
+            put(closure, tag=tag)
+            return
+        if len(groups) > 1:
+            raise _mixed_steps(mode, "one step", groups)
+        with lock:  # From the look at the queue until the step is in it.
+            [group] = groups
+            if latest_group not in (None, group) and not queue.done():
+                raise _mixed_steps(mode, "steps that are scheduled together", (latest_group, group))
+            latest_group = group
+            put(closure, tag=tag)
+
+    queue.put = check_and_put
+
+
+def _mixed_steps(mode: str, where: str, groups: tuple[UpdateGroup, ...]) -> NotImplementedError:
+    found = "; ".join(
+        f"{type(group.optimizers[0]).__name__} for"
+        f" {[variable.name for variable in group.trained_variables[:3]]}, in all"
+        f" {len(group.trained_variables)}"
+        for group in groups
+    )
+    return NotImplementedError(
+        f"{mode}: expected {where} to train one set of variables, by one strategy.run(), found"
+        f" several: {found}. Workers would wait for each other, each in another set, for ever."
+        " Compute all gradients in one strategy.run(); or, to train one set after the other, call"
+        " join() of the coordinator in between; or use gba or bsp, where nobody waits."
+    )

@@ -118,6 +118,7 @@ class GBAStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
         coordination.check_steps(coordinator, self.extended.guarded_variables)
         if self.policy.name in _POLICIES_THAT_WAIT:
             coordination.report_idle_workers(coordinator, self._join, self._leave)
+            coordination.refuse_mixed_steps(coordinator, self.policy.name, self._groups_of)
         atexit.register(_call_if_alive, weakref.WeakMethod(self._warn_of_leftovers))
 
     def update_group(self, record) -> UpdateGroup:
@@ -194,6 +195,11 @@ class GBAStrategy(parameter_server_strategy_v2.ParameterServerStrategyV2):
         """Those of the steps that were traced so far."""
         with self._groups_lock:
             return list(self._groups.values())
+
+    def _groups_of(self, function) -> tuple[UpdateGroup, ...]:
+        """Those that a concrete function takes tokens of."""
+        groups = self.update_groups()
+        return tuple(group for group in groups if group.token_server.gives_tokens_to(function))
 
     def _refuse_leftovers_of(self, record) -> None:
         """An optimizer that goes on with other variables must not leave gradients behind."""

@@ -77,6 +77,10 @@ class TokenServer:
         with tf.device(self.device):
             return self._ops.gba_take_token(token_server=self._handle, worker=worker).token_id
 
+    def gives_tokens_to(self, function: tf.types.experimental.ConcreteFunction) -> bool:
+        """Whether a traced function, or one that it calls, uses this token server."""
+        return any(captured is self._handle for captured in function.captured_inputs)
+
     def commit(self, pushed_ids: list[tf.Tensor]) -> tf.Tensor:
         """Commits a token whose gradient is complete on every parameter server. Never waits.
 
@@ -146,11 +150,6 @@ class TokenServer:
             global_step=step,
             staleness=dict(staleness.numpy().tolist()),
         )
-
-    def num_waiting(self) -> int:
-        """The number of workers that wait for a token right now."""
-        with tf.device(self.device):
-            return int(self._ops.gba_token_stats(token_server=self._handle).counts[-1])
 
     def worker_seconds(self) -> dict[int, tuple[int, float]]:
         """How long gradients take, from the hand-over of the token to the commit.

@@ -82,6 +82,18 @@ TEST(BackupWorkersAdmitOneGradientPerWorkerAndStep) {
   EXPECT_EQ(HopBwPolicy(2).waits(), true);
 }
 
+TEST(BackupWorkersAdmitNobodyUntilTheClosedStepsAreApplied) {
+  WorkerStanding worker;
+  worker.update_is_pending = true;
+  // Its gradient would be of parameters that the closed step has not reached.
+  EXPECT_EQ(HopBwPolicy(2).Admits(worker), false);
+  worker.has_open_gradient = true;
+  EXPECT_EQ(HopBwPolicy(2).Admits(worker), false);
+  // Bounded staleness does not ask for it.
+  worker.has_open_gradient = false;
+  EXPECT_EQ(HopBsPolicy(1).Admits(worker), true);
+}
+
 TEST(GbaAndBspWaitForNobody) {
   EXPECT_EQ(GbaPolicy(2, 0).waits(), false);
   EXPECT_EQ(BspPolicy(2).waits(), false);

@@ -19,8 +19,11 @@
 //
 // In flight: outstanding and buffered gradients. hop_bs is bounded staleness: what a worker commits
 // never leads the slowest busy one by more than `bound` gradients. hop_bw has N workers and b
-// backups: a step closes with the first N - b gradients, and a later one takes no place; without
-// backups it is synchronous training. bsp with M = 1 is plain asynchronous training.
+// backups: a step closes with the first N - b gradients, and a later one takes no place. Without
+// backups it is synchronous training as long as all workers have work: nobody waits for one that
+// has none, as in the beginning, when the first worker that gets a step may be alone. It then has
+// several places in a step, and the gradient of a worker that joins meanwhile may be dropped. bsp
+// with M = 1 is plain asynchronous training.
 //
 // Example, hop_bs with bound 2 and busy workers a, b: a commits twice (c_a = 2, c_b = 0) and is not
 // admitted, 2 + 1 - 0 > 2, until b has committed: 2 + 1 - 1 <= 2.
