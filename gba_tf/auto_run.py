@@ -3,14 +3,19 @@
 import dataclasses
 import pathlib
 
-from gba_tf import cluster, data, legacy_keras, models, switching
+import tensorflow as tf
+
+from gba_tf import all_reduce, cluster, data, legacy_keras, models, switching
+from gba_tf.all_reduce import WorkersNotReadyError
+from gba_tf.checkpoint import CheckpointError
 from gba_tf.checkpoint_files import CheckpointFiles
 from gba_tf.cluster_config import ClusterConfig
+from gba_tf.forked_process import ProcessFailure
 from gba_tf.model_dir import CHECKPOINTS
 from gba_tf.ops import library
 from gba_tf.run_settings import RunSettings
 from gba_tf.supervisor import Supervisor
-from gba_tf.switch_files import Segment, SwitchFiles
+from gba_tf.switch_files import Segment, SwitchFileError, SwitchFiles
 from gba_tf.switch_monitor import SwitchMonitor
 from gba_tf.training_run import TrainingRun
 
@@ -62,4 +67,13 @@ def _train(
     settings = dataclasses.replace(settings, strategy=segment.mode, resume=segment.resume)
     files = SwitchFiles(settings.model_dir)
     monitor = SwitchMonitor(segment, settings.switch_rule, files)
-    TrainingRun(settings, config, dataset, monitor).execute()
+    try:
+        TrainingRun(settings, config, dataset, monitor).execute()
+    # A full disk is an OSError.
+    except (CheckpointError, WorkersNotReadyError, SwitchFileError, OSError) as error:
+        raise ProcessFailure(str(error), code=2) from None
+    except tf.errors.OpError as error:
+        lost = all_reduce.lost_worker_error(config, error) if config.all_reduce else None
+        if lost is None:
+            raise
+        raise ProcessFailure(str(lost), code=1) from None

@@ -12,6 +12,8 @@ from absl import logging
 from gba_tf import direct_updates
 from gba_tf.apply import UpdateGroup
 
+_POLL_SECONDS = 0.1
+
 
 def report_dead_workers(coordinator, give_up: Callable[[int], None]) -> None:
     """Calls give_up(task index) as soon as the coordinator finds a worker dead."""
@@ -86,6 +88,34 @@ def _report(call: Callable[[int], None], worker_task: int) -> None:
     except tf.errors.OpError as error:
         # A parameter server does not answer: the step itself will say so.
         logging.warning("Could not report what worker %d does: %s", worker_task, error)
+
+
+def limit_schedule(coordinator, max_steps: int) -> None:
+    """Lets whoever schedules a step wait while so many have not been begun, unless one has failed.
+
+    The queue's own limit is not for that: a worker that dies puts its step back, which waits for
+    room as well, and if all die at once, nobody makes any.
+
+    Args:
+      coordinator: The ClusterCoordinator.
+      max_steps: 1 or more.
+    """
+    queue = coordinator._cluster.closure_queue
+    put = queue.put
+
+    def has_room() -> bool:
+        is_failed = queue._error is not None or not queue._should_process_closures
+        return is_failed or queue._queue.qsize() < max_steps
+
+    def await_room_and_put(closure, tag=None):
+        if tag is None:
+            with queue._queue_lock:
+                # A failure does not notify.
+                while not queue._queue_free_slot_condition.wait_for(has_room, _POLL_SECONDS):
+                    pass
+        put(closure, tag=tag)
+
+    queue.put = await_room_and_put
 
 
 def check_steps(coordinator, guarded: dict[int, tf.Variable]) -> None:

@@ -17,6 +17,20 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
+class ProcessFailure(Exception):
+    """Ends a ForkedProcess, raised in it, without a traceback.
+
+    Args:
+      reason: For `ForkedProcess.reason`, in one line.
+      code: The exit code.
+    """
+
+    def __init__(self, reason: str, code: int):
+        super().__init__(reason)
+        self.reason = " ".join(reason.split())
+        self.code = code
+
+
 class ForkedProcess:
     """Runs a function in a fork of this process, and ends with this process at the latest.
 
@@ -26,7 +40,8 @@ class ForkedProcess:
 
     Args:
       function: What the child does. Its process ends with 0 when the function returns, with the
-        code of a SystemExit, and with 1 after any other exception, which is printed.
+        code of a SystemExit or ProcessFailure, and with 1 after any other exception, which is
+        printed.
 
     Raises:
       RuntimeError: This process has threads of Python's, or TensorFlow's runtime has started.
@@ -106,6 +121,9 @@ def _run(function: Callable[[], None], parent: int, reason: int) -> NoReturn:
         code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except ProcessFailure as error:
+        code = error.code
+        os.write(reason, error.reason.encode()[:_MAX_REASON_BYTES])
     except BaseException as error:
         sys.excepthook(*sys.exc_info())
         os.write(reason, _one_line(error).encode()[:_MAX_REASON_BYTES])

@@ -13,6 +13,9 @@ from gba_tf.ops import process
 from gba_tf.ops.token_server import worker_identity
 from gba_tf.strategy import GBAStrategy
 
+# No clock measures less, and the rule divides by it.
+_MIN_SECONDS_PER_EXAMPLE = 1e-9
+
 
 def time_gradients(
     model: tf.keras.Model, delay: InjectedDelay | None = None, worker: int | None = None
@@ -74,12 +77,12 @@ class _StepTimer:
         # Where the step runs, not on the parameter server of a variable.
         with tf.device("/device:CPU:0"):
             with tf.control_dependencies(_tensors(gradients)):
-                seconds = tf.timestamp() - start
+                seconds = _seconds_since(start)
             if self._delay is None:
                 return process.record_step_seconds(seconds)
             woken = process.sleep(start, (self._factor() - 1) * seconds)
             with tf.control_dependencies([woken]):
-                return process.record_step_seconds(tf.timestamp() - start)
+                return process.record_step_seconds(_seconds_since(start))
 
     def _factor(self) -> tf.Tensor:
         delay = self._delay
@@ -88,6 +91,11 @@ class _StepTimer:
         is_slow = (step >= delay.from_step) & (step < delay.to_step)
         is_slow &= tf.cast(worker, tf.int64) == delay.worker
         return tf.where(is_slow, tf.constant(delay.factor, tf.float64), 1.0)
+
+
+def _seconds_since(start: tf.Tensor) -> tf.Tensor:
+    # The clock of the machine may be set back meanwhile.
+    return tf.maximum(tf.timestamp() - start, 0.0)
 
 
 def _tensors(gradients: Iterable) -> list[tf.Tensor]:
@@ -125,12 +133,13 @@ class AllReduceTimes:
           stay_seconds: On this worker.
 
         Returns:
-          `stay_seconds` of worker 0, and seconds per example of each worker: the same numbers on
-          all workers.
+          `stay_seconds` of worker 0, and seconds per example of each worker, more than 0: the same
+          numbers on all workers.
         """
         count, seconds = self._read()
         steps = max(count - self._count, 1)
         mean = (seconds - self._seconds) / (steps * self._local_batch_size)
+        mean = max(mean, _MIN_SECONDS_PER_EXAMPLE)
         self._count, self._seconds = count, seconds
         row = tf.constant([[stay_seconds, mean]], tf.float64)
         rows = self._strategy.experimental_local_results(self._gather(row))[0].numpy()
@@ -183,7 +192,7 @@ class TokenTimes:
                 self._idle_seconds[worker] += window_seconds
                 at_least = self._idle_seconds[worker] / self._local_batch_size
                 each = max(self._seconds_per_example[worker], at_least)
-            self._seconds_per_example[worker] = each
+            self._seconds_per_example[worker] = max(each, _MIN_SECONDS_PER_EXAMPLE)
         self._last = now
         speed = gradients * self._local_batch_size / window_seconds
         return speed, tuple(self._seconds_per_example)

@@ -1,14 +1,16 @@
 """Watches the training of one segment of `--strategy=auto`, and ends it where a switch pays."""
 
+import contextlib
 import dataclasses
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 from absl import logging
 
-from gba_tf import switching
+from gba_tf import coordination, switching
 from gba_tf.batch_plan import BatchPlan
 from gba_tf.step_times import AllReduceTimes, TokenTimes
 from gba_tf.strategy import GBAStrategy
@@ -83,9 +85,8 @@ class SwitchMonitor(tf.keras.callbacks.Callback):
         self._num_steps = num_steps
         self._is_leader = is_leader
         if isinstance(strategy, GBAStrategy):
-            queue = strategy._cluster_coordinator._cluster.closure_queue._queue
             # Else the chief schedules a quarter of a million steps ahead, and cannot stop.
-            queue.maxsize = 2 * plan.num_workers
+            coordination.limit_schedule(strategy._cluster_coordinator, 2 * plan.num_workers)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._stay.go()
@@ -120,6 +121,18 @@ class SwitchMonitor(tf.keras.callbacks.Callback):
         # Evaluation and saving are no part of the speed of training.
         self._stay.stop()
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Keeps what runs within, such as a checkpoint within an epoch, out of the numbers."""
+        if isinstance(self._strategy, GBAStrategy):
+            # What is scheduled is still trained, and counted.
+            self._strategy._cluster_coordinator.join()
+        self._stay.stop()
+        try:
+            yield
+        finally:
+            self._stay.go()
+
     def end_segment(self, global_step: int, trained: bool) -> None:
         """To be called when the segment has ended and its checkpoint is there; says what follows.
 
@@ -131,7 +144,9 @@ class SwitchMonitor(tf.keras.callbacks.Callback):
             return
         following = self._segment.number + 1
         if trained:
-            segment = Segment(following, FINISHED, efficiency=self._efficiency)
+            segment = Segment(
+                following, FINISHED, efficiency=self._efficiency, run_id=self._segment.run_id
+            )
         else:
             to = _other(self._segment.mode)
             saved_at = time.time()
@@ -143,6 +158,7 @@ class SwitchMonitor(tf.keras.callbacks.Callback):
                 switch={**switch, **self.decision.to_json()},
                 seconds={"save": saved_at - self._decided_at},
                 saved_at=saved_at,
+                run_id=self._segment.run_id,
             )
         self._files.write_segment(segment)
 

@@ -7,8 +7,10 @@ token server and buffers cost. With t seconds per example of each of N workers:
     gba          efficiency * sum(1 / t)       examples per second
     ratio        gba / all-reduce = efficiency * mean(max(t) / t)
 
-The ratio does not depend on the unit of t, so it may be measured in either mode. Imports no
-TensorFlow.
+The ratio does not depend on the unit of t, so it may be measured in either mode. What t covers does
+depend on the mode: under all-reduce it ends when the gradients are ready; under gba it goes from
+the token to the commit, and so reading parameters and pushing gradients are in it, which adds to
+fast and slow workers alike and makes the ratio smaller. Imports no TensorFlow.
 """
 
 import dataclasses

@@ -1,5 +1,6 @@
 """One training run from settings to summary: what scripts/train.py does in the tasks that train."""
 
+import contextlib
 import dataclasses
 import time
 from typing import Any
@@ -309,9 +310,10 @@ class _StepCallback(tf.keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self.count += 1
         self.logs = logs or {}
-        every = self._run._settings.save_every_steps
+        every, monitor = self._run._settings.save_every_steps, self._run._monitor
         if every is not None and self.count % every == 0:
-            self._run.save()
+            with contextlib.nullcontext() if monitor is None else monitor.paused():
+                self._run.save()
 
 
 def _create_model(settings: RunSettings, dataset: data.Dataset) -> tf.keras.Model:

@@ -32,7 +32,15 @@ def _fail(text: str) -> NoReturn:
 if importlib.util.find_spec("gba_tf") is None:
     _fail("expected gba_tf to be installed, found it nowhere: run `make`, or `pip install .`")
 
-from gba_tf import batch_plan, cluster, data, injected_delay, progress, run_settings  # noqa: E402
+from gba_tf import (  # noqa: E402
+    batch_plan,
+    cluster,
+    data,
+    injected_delay,
+    progress,
+    run_settings,
+    signs_of_life,
+)
 from gba_tf.cluster_config import ClusterConfig  # noqa: E402
 from gba_tf.config import DEFAULT_STALENESS_BOUND, DEFAULT_STALENESS_TOLERANCE  # noqa: E402
 from gba_tf.injected_delay import InjectedDelay  # noqa: E402
@@ -270,6 +278,7 @@ def main(argv: list[str]) -> int:
     logging.set_verbosity(logging.WARNING)
     logging.get_absl_handler().addFilter(_first_line_only)
     config = model_dir = None
+    has_role = False
     try:
         settings = _settings()
         config = ClusterConfig.from_env(require_ps=settings.needs_parameter_servers)
@@ -278,6 +287,7 @@ def main(argv: list[str]) -> int:
         if settings.strategy in (run_settings.AUTO, "multi_worker_mirrored"):
             _require_model_dir(settings.strategy)
         config = _take_role(settings, config)
+        has_role = True
         dataset = data.load(settings.dataset, settings.data_dir)
         # Held until this process ends.
         if config.is_chief and os.environ.get(_CLAIMED_VARIABLE) != settings.model_dir:
@@ -293,6 +303,8 @@ def main(argv: list[str]) -> int:
         _say(str(error))
         if config is not None and settings.strategy != run_settings.AUTO:
             _end_others(config, str(error))
+        elif has_role:
+            _tell_supervisors(settings, config, str(error), model_dir)
         return 2
 
     from gba_tf.all_reduce import WorkersNotReadyError
@@ -319,6 +331,19 @@ def _end_others(config: ClusterConfig, reason: str) -> None:
             all_reduce.create_strategy(config, ready=False)
     if config.is_chief:
         cluster.shutdown_cluster(config, status=1, message=reason)
+
+
+def _tell_supervisors(
+    settings: RunSettings, config: ClusterConfig, reason: str, model_dir: ModelDir | None
+) -> None:
+    """Of a task of auto that cannot begin: the others end with the reason."""
+    is_claimed = model_dir is not None or os.environ.get(_CLAIMED_VARIABLE) == settings.model_dir
+    # Ctrl-C: nobody else is to be told. Refused again: it is another run's folder.
+    with contextlib.suppress(KeyboardInterrupt, ValueError, OSError):
+        if config.is_chief and not is_claimed:
+            model_dir = ModelDir(settings.model_dir, resume=True)
+        signs_of_life.report_failure(config, settings.model_dir, reason)
+    del model_dir
 
 
 if __name__ == "__main__":

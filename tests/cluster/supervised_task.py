@@ -11,6 +11,7 @@ import time
 
 from gba_tf import switching
 from gba_tf.cluster_config import ClusterConfig
+from gba_tf.signs_of_life import report_failure
 from gba_tf.supervisor import Supervisor
 from gba_tf.switch_files import FINISHED, Segment, SwitchFiles
 
@@ -39,7 +40,9 @@ def lead(segment: Segment) -> None:
     if text not in (*switching.MODES, FINISHED):
         raise ValueError(f"{text}\nand more")
     switch = {"from": segment.mode, "to": text} if text != FINISHED else None
-    FILES.write_segment(Segment(segment.number + 1, text, efficiency=0.5, switch=switch))
+    FILES.write_segment(
+        Segment(segment.number + 1, text, efficiency=0.5, switch=switch, run_id=segment.run_id)
+    )
 
 
 def first_mode() -> str:
@@ -52,6 +55,9 @@ def process_id() -> str:
     return pathlib.Path("/proc/self").readlink().name
 
 
+if (MODEL_DIR / f"{CONFIG.task_name} has no data").exists():
+    report_failure(CONFIG, MODEL_DIR, "no data", seconds=60)
+    sys.exit(2)
 sys.exit(
     Supervisor(
         CONFIG,

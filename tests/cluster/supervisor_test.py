@@ -1,11 +1,14 @@
 """Supervisors of real processes, without TensorFlow: what follows what, and how a run ends.
 
+Their signs of life, too: who joins which run, and what ends none.
+
 With TensorFlow: switching_test.
 """
 
 import json
 import os
 import pathlib
+import resource
 import signal
 import subprocess
 import sys
@@ -24,15 +27,17 @@ WORKERS = ("worker 0", "worker 1")
 class Run:
     """Four supervisors and their processes."""
 
-    def __init__(self, model_dir, gone_seconds=30.0):
+    def __init__(self, model_dir, gone_seconds=30.0, num_workers=2):
         self.model_dir = model_dir
         (model_dir / "ran").mkdir(exist_ok=True)
         self._gone_seconds = gone_seconds
+        self._num_workers = num_workers
         self.supervisors = {}
 
     def start(self, *tasks):
         # Nobody listens at these addresses.
-        cluster = {"chief": ["h:1"], "worker": ["h:2", "h:3"], "ps": ["h:4"]}
+        workers = [f"h:{port}" for port in range(10, 10 + self._num_workers)]
+        cluster = {"chief": ["h:1"], "worker": workers, "ps": ["h:2"]}
         for name in tasks or TASKS:
             job, index = name.split()
             config = {"cluster": cluster, "task": {"type": job, "index": int(index)}}
@@ -62,13 +67,13 @@ class Run:
     def processes(self, task="*", segment="*"):
         return list((self.model_dir / "ran").glob(f"{task}-{segment}-*"))
 
-    def end(self):
-        """Returns task -> (exit code, output); checks that no process is left."""
+    def end(self, segment="*"):
+        """Returns task -> (exit code, output); checks that no process of the segment is left."""
         ended = {}
         for name, supervisor in self.supervisors.items():
             output, _ = supervisor.communicate(timeout=TIMEOUT_SECONDS)
             ended[name] = supervisor.returncode, output
-        for path in self.processes():
+        for path in self.processes(segment=segment):
             process_id = int(path.name.rpartition("-")[2])
             wait_until(lambda p=process_id: not is_alive(p))
         return ended
@@ -206,3 +211,106 @@ def test_a_supervisor_that_is_told_to_stop_stops_the_run(start):
     assert ended.pop("worker 0") == (128 + 15, "gba_tf: worker 0 ends: stopped by SIGTERM\n")
     for name, result in ended.items():
         assert result == (1, f"gba_tf: {name} ends: worker 0: stopped by SIGTERM\n")
+
+
+def test_tasks_of_a_second_run_that_is_started_by_mistake_do_not_end_the_first(start):
+    first = start()
+    first.wait_for(0, *WORKERS)
+    # Its chief was refused by ModelDir. One of them has its like in the first, and one has not.
+    second = start("ps 0", "worker 2", num_workers=3).end(segment="none")
+    folder = first.model_dir / "switching"
+    assert second["ps 0"] == (
+        2,
+        f"gba_tf: ps 0 ends: expected nobody else to be ps 0 in {folder}, found a living process"
+        " that is. Wait for the end of its run, or choose another --model_dir\n",
+    )
+    assert second["worker 2"] == (
+        2,
+        f"gba_tf: worker 2 ends: expected the chief of this task's cluster in {folder}, found that"
+        " of another one. Give every task the same cluster in TF_CONFIG, and each cluster a"
+        " --model_dir of its own\n",
+    )
+    first.then(0, "finished")
+    assert first.end() == dict.fromkeys(TASKS, (0, ""))
+
+
+def test_a_chief_that_is_started_again_begins_a_run_that_the_others_join_when_they_are(start):
+    old = start(gone_seconds=6.0)
+    old.wait_for(0, *WORKERS)
+    old.supervisors["chief 0"].kill()
+    old.supervisors.pop("chief 0").wait()
+    new = start("chief 0", gone_seconds=6.0)
+    for name, (code, output) in old.end(segment=0).items():
+        assert code == 1
+        assert output.startswith(f"gba_tf: {name} ends: chief 0 is gone: no sign of life for 6 s,")
+        assert "joins the run of the chief" in output
+    new.start(*WORKERS, "ps 0")
+    new.wait_for(1, *WORKERS)
+    new.then(1, "finished")
+    assert new.end() == dict.fromkeys(TASKS, (0, ""))
+
+
+@pytest.mark.parametrize("victim", ["worker 1", "chief 0"])
+def test_a_task_that_cannot_begin_ends_the_run_with_its_reason(start, tmp_path, victim):
+    (tmp_path / f"{victim} has no data").touch()
+    run = start(*[task for task in TASKS if task != "chief 0"])
+    run.start("chief 0")
+    ended = run.end()
+    assert ended.pop(victim) == (2, "")
+    for name, result in ended.items():
+        assert result == (1, f"gba_tf: {name} ends: {victim}: no data\n")
+
+
+def test_a_failure_of_an_earlier_run_does_not_end_a_new_one(start, tmp_path):
+    (tmp_path / "worker 1 has no data").touch()
+    start().end()
+    (tmp_path / "worker 1 has no data").unlink()
+    run = start("chief 0", "worker 0", "ps 0")
+    wait_until(lambda: run.processes(segment=0) or SwitchFiles(tmp_path).numbers() == [0, 1])
+    run.start("worker 1")
+    run.wait_for(1, *WORKERS)
+    run.then(1, "finished")
+    assert run.end() == dict.fromkeys(TASKS, (0, ""))
+
+
+def test_a_pause_of_all_tasks_does_not_end_the_run(start):
+    run = start(gone_seconds=3.0)
+    run.wait_for(0, *WORKERS)
+    for supervisor in run.supervisors.values():
+        supervisor.send_signal(signal.SIGSTOP)
+    time.sleep(4.0)
+    for supervisor in run.supervisors.values():
+        supervisor.send_signal(signal.SIGCONT)
+    time.sleep(1.0)  # They look at each other.
+    run.then(0, "finished")
+    assert run.end() == dict.fromkeys(TASKS, (0, ""))
+
+
+def test_a_folder_that_cannot_be_written_is_named_after_some_seconds_and_not_at_once(start):
+    run = start(gone_seconds=3.0)
+    run.wait_for(0, *WORKERS)
+    worker = run.supervisors["worker 1"].pid
+    limits = resource.prlimit(worker, resource.RLIMIT_FSIZE)
+    resource.prlimit(worker, resource.RLIMIT_FSIZE, (0, limits[1]))
+    time.sleep(1.5)
+    resource.prlimit(worker, resource.RLIMIT_FSIZE, limits)
+    time.sleep(1.0)
+    assert all(supervisor.poll() is None for supervisor in run.supervisors.values())
+    resource.prlimit(worker, resource.RLIMIT_FSIZE, (0, limits[1]))
+    ended = run.end()
+    assert [code for code, _ in ended.values()].count(0) == 0
+    assert "File too large" in ended["worker 1"][1]
+    assert "worker 1 is gone" in ended["chief 0"][1]
+    assert not list(run.model_dir.glob("switching/.*")), "no temporary files are left"
+
+
+def test_a_broken_segment_is_named_and_one_of_an_earlier_run_does_not_matter(start, tmp_path):
+    (tmp_path / "switching").mkdir()
+    (tmp_path / "switching" / "segment-0000.json").write_text("")
+    run = start()
+    run.wait_for(1, *WORKERS)
+    (tmp_path / "switching" / "segment-0002.json").write_text("")
+    ended = run.end()
+    outputs = [output for _, output in ended.values()]
+    assert {code for code, _ in ended.values()} <= {1, 2}
+    assert any("segment-0002.json: expected Segment as JSON, found an empty" in o for o in outputs)

@@ -15,7 +15,7 @@ TIMEOUT_SECONDS = 60
 
 PROGRAM = """
 import os, signal, sys, threading, time
-from gba_tf.forked_process import ForkedProcess
+from gba_tf.forked_process import ForkedProcess, ProcessFailure
 
 def wait(child):
     while child.poll() is None:
@@ -43,10 +43,11 @@ def test_the_ways_to_end():
 seen = []
 def fail(): raise ValueError("no disk\\nmore")
 def fail_in_autograph(): raise ValueError("in user code:\\n\\n  File x\\n\\n  TypeError: two\\n")
+def refuse(): raise ProcessFailure("disk full:\\n 3 bytes", code=2)
 def leave(): sys.exit(7)
 def die(): os.kill(os.getpid(), signal.SIGKILL)
 def work(): seen.append(1); print("works")
-for function in (work, fail, fail_in_autograph, leave, die):
+for function in (work, fail, fail_in_autograph, refuse, leave, die):
     print(wait(ForkedProcess(function)))
 print(seen)
 print("once")
@@ -57,6 +58,7 @@ print("once")
         "(0, '')",
         "(1, 'ValueError: no disk')",
         "(1, 'TypeError: two')",
+        "(2, 'disk full: 3 bytes')",
         "(7, '')",
         "(-9, '')",
         "[]",
