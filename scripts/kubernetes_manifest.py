@@ -11,7 +11,6 @@ Every task runs the command after `--`, with a TF_CONFIG that gives it its role.
 import importlib.util
 import pathlib
 import sys
-from typing import NoReturn
 
 from absl import app, flags
 
@@ -19,7 +18,9 @@ if importlib.util.find_spec("gba_tf") is None:
     # From a checkout that is not installed.
     sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
-from gba_tf import kubernetes
+from gba_tf import command_line, kubernetes
+
+_SCRIPT = "kubernetes_manifest"
 
 _FORM = flags.DEFINE_enum(
     "form",
@@ -61,26 +62,6 @@ _CPU, _MEMORY = (
 )
 
 
-def _parse(argv: list[str]) -> list[str]:
-    """Parses the flags before `--`; a mistake is one line and exit code 2."""
-    try:
-        command = flags.FLAGS(argv)[1:]
-    except flags.Error as error:
-        _fail(f"{error} (flags of the program itself go after --)")
-    if not command:
-        _fail("expected a program to run, found none: add -- python scripts/train.py")
-    return command
-
-
-def _say(text: str) -> None:
-    print(f"kubernetes_manifest: {' '.join(text.split())}", file=sys.stderr)
-
-
-def _fail(text: str) -> NoReturn:
-    _say(text)
-    sys.exit(2)
-
-
 def main(command: list[str]) -> None:
     try:
         job = kubernetes.TrainingJob(
@@ -100,15 +81,16 @@ def main(command: list[str]) -> None:
             },
         )
     except ValueError as error:
-        _fail(str(error))
+        command_line.fail(_SCRIPT, str(error))
     if job.model_dir is None:
-        _say(
+        command_line.say(
+            _SCRIPT,
             f"note: the command has no --model_dir. What it writes outside {job.mount_path} is lost"
-            " with its pod, and checkpoints need a folder that all tasks share."
+            " with its pod, and checkpoints need a folder that all tasks share.",
         )
     documents = job.tfjob() if _FORM.value == "tfjob" else job.plain()
     print(kubernetes.to_yaml(documents), end="")
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=_parse)
+    app.run(main, flags_parser=command_line.command_parser(_SCRIPT, "python scripts/train.py"))

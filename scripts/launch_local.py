@@ -21,7 +21,10 @@ if importlib.util.find_spec("gba_tf") is None:
         path for path in (_ROOT, os.environ.get("PYTHONPATH")) if path
     )
 
+from gba_tf import command_line  # noqa: E402
 from gba_tf.local_cluster import LocalCluster  # noqa: E402
+
+_NAME = "launch_local"
 
 _NUM_WORKERS = flags.DEFINE_integer("num_workers", 2, "Worker tasks.", lower_bound=0)
 _NUM_PS = flags.DEFINE_integer(
@@ -37,22 +40,6 @@ _LOG_DIR = flags.DEFINE_string(
 )
 
 
-def _parse(argv: list[str]) -> list[str]:
-    """Parses the flags before `--`; a mistake is one line and exit code 2."""
-    try:
-        command = flags.FLAGS(argv)[1:]
-    except flags.Error as error:
-        _fail(f"{error} (flags of the program itself go after --)")
-    if not command:
-        _fail("expected a program to run, found none: add -- python anything.py")
-    return command
-
-
-def _fail(text: str) -> None:
-    print(f"launch_local: {' '.join(text.split())}", file=sys.stderr)
-    sys.exit(2)
-
-
 def main(command: list[str]) -> int:
     if command[0] == "python":
         command = [sys.executable, *command[1:]]
@@ -61,10 +48,10 @@ def main(command: list[str]) -> int:
             command, _NUM_WORKERS.value, _NUM_PS.value, _EVALUATOR.value, _LOG_DIR.value
         )
     except (ValueError, OSError) as error:
-        _fail(str(error))
+        command_line.fail(_NAME, str(error))
     with cluster:
         return cluster.wait()
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=_parse)
+    app.run(main, flags_parser=command_line.command_parser(_NAME, "python anything.py"))
